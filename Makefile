@@ -1,0 +1,62 @@
+# Everything here works on a machine that has only Python (3.10 or newer) and make.
+# The first target you run creates .venv and installs into it; later runs find the stamp file and go straight on.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
+# Extra arguments for the pip call that installs torch, such as an index that has another build of it.
+TORCH_PIP_ARGS ?=
+
+# One thread a process: with as many processes as cores, more threads only get in each other's way
+# (and torch.distributed.run prints a warning when the number is left open).
+export OMP_NUM_THREADS ?= 1
+RANKS2 := $(PY) -m torch.distributed.run --standalone --nproc-per-node 2
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types soak bench clean
+
+help:   ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.installed   ## train a small digit classifier on 2 processes
+	$(RANKS2) examples/digits.py
+
+test: $(VENV)/.installed   ## run the whole test suite
+	$(PY) -m pytest
+
+lint: $(VENV)/.installed   ## ruff (rules and format) and the import contracts
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(VENV)/bin/lint-imports
+
+types: $(VENV)/.installed   ## mypy, strict
+	$(PY) -m mypy
+
+soak: $(VENV)/.installed   ## the long test matrices; keeps their output in docs/soak.md
+	$(PY) scripts/soak.py
+
+bench: $(VENV)/.installed-bench   ## time a training step next to raw torch and others, 1 and 2 processes
+	$(PY) benchmarks/loop.py
+	$(RANKS2) benchmarks/loop.py
+
+clean:   ## remove caches and build output (.venv stays)
+	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache src/*.egg-info
+	find src tests examples benchmarks scripts -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# torch goes in first and alone, at the version of constraints.txt, so that no later step can pull another build.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "Lockstep needs Python 3.10 or newer; '$(PYTHON)' is older or missing. Set another: make PYTHON=python3.12 ..."; exit 1; }
+	@test -x $(VENV)/bin/pip || { echo "Creating $(VENV) (some seconds)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing $$(grep -m1 '^torch==' constraints.txt) (one to ten minutes the first time; it is a large download)"
+	@$(PIP) $(TORCH_PIP_ARGS) "$$(grep -m1 '^torch==' constraints.txt)"
+	@echo "Installing Lockstep and its development tools (about a minute)"
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	@echo "Installing what the benchmark compares with (about a minute)"
+	@$(PIP) -c constraints.txt -e '.[bench]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Talking to other ranks: structures, objects, agreement, random state."""

@@ -1,0 +1,144 @@
+"""Nobody fails alone: run a step on every rank, and let every rank learn how it went on all of them.
+
+When the step succeeds everywhere, each rank passes one barrier and goes on. When it raises on any rank, all ranks
+leave it, even those blocked in a collective of it; the process group is formed again; and every rank gets the same
+list of failures. What to do about them is the caller's business, and so is undoing what the step had already done:
+ranks may have left it at different lines.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from lockstep.comm.objects import all_objects
+from lockstep.errors import PeerFailure
+from lockstep.topology.group import Group
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How the step failed on one rank."""
+
+    rank: int
+    """Which rank."""
+    kind: str
+    """The exception's type, by name."""
+    message: str
+    """Its text."""
+    details: str
+    """Its traceback."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.kind}: {self.message}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement(Generic[Value]):
+    """What every rank knows after a step that was run together."""
+
+    value: Value | None = None
+    """What the step returned on this rank; None when it failed anywhere."""
+    failures: tuple[Failure, ...] = ()
+    """The failures of all ranks, in rank order; the same on every rank."""
+    error: Exception | None = None
+    """This rank's own exception. Its frames are cleared, so that it keeps nothing alive."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the step succeeded on every rank."""
+        return not self.failures
+
+    def unwrap(self) -> Value:
+        """The step's value; or this rank's own error, or else one that names the ranks that failed."""
+        if self.error is not None:
+            raise self.error
+        if self.failures:
+            told = "; ".join(str(failure) for failure in self.failures)
+            raise PeerFailure(f"The step failed on another rank ({told}).", rank=self.failures[0].rank)
+        return self.value  # type: ignore[return-value]  # None is a fine value of a step that returns nothing
+
+
+class _Recovered(PeerFailure):
+    """The group is whole again, but the step to be given up is an outer one: unwind to it."""
+
+    def __init__(self, scope: int, failures: tuple[Failure, ...]) -> None:
+        super().__init__("; ".join(str(failure) for failure in failures), rank=failures[0].rank if failures else None)
+        self.scope = scope
+        self.failures = failures
+
+
+def agree(group: Group, step: Callable[[], Value]) -> Agreement[Value]:
+    """Called on: all ranks. Run ``step`` on every rank; it counts as done only when it is done on all."""
+    if group.world_size == 1:
+        return _alone(group, step)
+    scope = group.advance()
+    error: Exception | None = None
+    try:
+        group.check("starting a common step")
+        value = step()
+        group.barrier()
+        group.advance()
+        return Agreement(value=value)
+    except _Recovered as recovered:
+        if recovered.scope == scope:
+            return Agreement(failures=recovered.failures)
+        raise
+    except Exception as caught:
+        error = caught
+    except BaseException as caught:  # the user's Ctrl-C or sys.exit: this rank will not come back
+        group.end(_line(caught), leaving=True)
+        raise
+    failure = None
+    if not group.is_consequence(error):
+        failure = _failure(group.rank, error)
+        group.end(_line(error))
+    clear_frames(error)
+    if group.leaving:
+        raise error if isinstance(error, PeerFailure) else PeerFailure(_line(error)) from error
+    failures = _recover(group, scope, failure)
+    return Agreement(failures=failures, error=error if failure is not None else None)
+
+
+def _alone(group: Group, step: Callable[[], Value]) -> Agreement[Value]:
+    try:
+        return Agreement(value=step())
+    except Exception as error:
+        failure = _failure(group.rank, error)
+        clear_frames(error)
+        return Agreement(failures=(failure,), error=error)
+
+
+def _recover(group: Group, scope: int, failure: Failure | None) -> tuple[Failure, ...]:
+    """Called on: all ranks. Form the group again and tell each other what happened."""
+    group.reform()
+    reports: list[tuple[int, int, Failure | None]] = all_objects(group, (scope, group.tick, failure))
+    outermost = min(report[0] for report in reports)
+    failures = tuple(report[2] for report in reports if report[2] is not None)
+    group.tick = max(report[1] for report in reports)
+    if scope > outermost:
+        raise _Recovered(outermost, failures)
+    return failures
+
+
+def _failure(rank: int, error: BaseException) -> Failure:
+    details = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return Failure(rank=rank, kind=type(error).__name__, message=str(error), details=details)
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Drop the local variables that an exception's tracebacks hold, so that memory can be freed."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,97 @@
+"""Python objects between ranks, pickled; small ones travel in one collective.
+
+Each rank sends a frame of fixed size that holds the length and, when it fits, the object. Only when some rank's
+object is longer does a second collective follow. Pickles are exchanged between processes of one job only.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm import verify
+from lockstep.comm.wire import gather_host
+from lockstep.errors import ConfigError
+from lockstep.topology.group import Group
+
+_FRAME = 4096
+_HEADER = 8
+
+
+def all_objects(group: Group, value: Any, doing: str = "gathering objects") -> list[Any]:
+    """Called on: all ranks. Every rank's object, in rank order."""
+    if group.world_size == 1:
+        return [value]
+    group.check(doing)
+    payload = pickle.dumps(value)
+    frames = gather_host(group, _frame(payload, _FRAME), doing).numpy()
+    longest = max(_length(frame) for frame in frames)
+    if longest > _FRAME - _HEADER:
+        frames = gather_host(group, _frame(payload, longest + _HEADER), doing).numpy()
+    return [_open(frame) for frame in frames]
+
+
+def gather_object(group: Group, value: Any) -> Any:
+    """Called on: all ranks. The ranks' lists joined into one; alone in the world, the object itself."""
+    if group.world_size == 1:
+        return value
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise TypeError(
+            f"gather_object joins the ranks' lists; it got a {type(value).__name__}. Put it into a list: "
+            "gather_object([value])."
+        )
+    if group.debug:
+        verify.check(group, "gather_object")
+    return [item for items in all_objects(group, list(value)) for item in items]
+
+
+def broadcast_object_list(group: Group, object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Called on: all ranks. The sender's objects in every rank's list, which is overwritten and returned."""
+    if not 0 <= from_process < group.world_size:
+        raise ConfigError(
+            f"from_process={from_process} is not a rank of this job. Allowed: 0 to {group.world_size - 1}."
+        )
+    if group.world_size == 1:
+        return object_list
+    if group.debug:
+        verify.check(group, "broadcast_object_list", extra=f"from process {from_process}")
+    group.check("broadcasting objects")
+    sender = group.rank == from_process
+    payload = pickle.dumps(list(object_list)) if sender else b""
+    frame = _broadcast(group, _frame(payload, _FRAME), from_process)
+    length = _length(frame.numpy())
+    if length > _FRAME - _HEADER:
+        frame = _broadcast(group, _frame(payload, length + _HEADER), from_process)
+    if not sender:
+        object_list[:] = _open(frame.numpy())
+    return object_list
+
+
+def _broadcast(group: Group, frame: Tensor, from_process: int) -> Tensor:
+    carried = frame if group.talks_host else frame.to(group.device)
+    options = dist.BroadcastOptions()
+    options.rootRank = from_process
+    group.wait(group.pg.broadcast([carried], options), "broadcasting objects")
+    return carried.cpu()
+
+
+def _frame(payload: bytes, size: int) -> Tensor:
+    frame = np.zeros(size, dtype=np.uint8)
+    frame[:_HEADER] = np.frombuffer(len(payload).to_bytes(_HEADER, "little"), dtype=np.uint8)
+    part = payload[: size - _HEADER]
+    frame[_HEADER : _HEADER + len(part)] = np.frombuffer(part, dtype=np.uint8)
+    return torch.from_numpy(frame)
+
+
+def _length(frame: Any) -> int:
+    return int.from_bytes(frame[:_HEADER].tobytes(), "little")
+
+
+def _open(frame: Any) -> Any:
+    return pickle.loads(frame[_HEADER : _HEADER + _length(frame)].tobytes())

@@ -1,0 +1,270 @@
+"""Collectives on nested structures of tensors: one collective for the whole structure, not one per leaf.
+
+The leaves are copied as bytes into one buffer, which travels once. Where each leaf lies in the buffer is a plan that
+depends only on the structure's signature, so it is made once and remembered with the group's generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm import trees, verify
+from lockstep.comm.wire import all_gather_bytes, gather_host
+from lockstep.errors import ConfigError
+from lockstep.topology.group import Group
+
+_ALIGN = 16
+_KEEP_BYTES = 1 << 20
+"""Send buffers up to this size are kept for the next call; larger ones would hold too much memory."""
+_LOCAL_SUM_BYTES = 1 << 20
+"""Up to this size, a structure of several dtypes is gathered once and summed on each rank."""
+_MAX_PLANS = 256
+_SUMMABLE = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32))
+"""Dtypes that every backend adds up by itself."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where one leaf lies in the packed buffer."""
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Where all leaves of one signature lie."""
+
+    slots: tuple[_Slot, ...]
+    nbytes: int
+    device: torch.device
+    buffer: Tensor | None
+    views: list[Tensor]
+
+    def pack(self, leaves: Sequence[Tensor]) -> Tensor:
+        """The leaves as one buffer of bytes."""
+        buffer, views = self.buffer, self.views
+        if buffer is None:
+            buffer, views = _allocate(self.slots, self.nbytes, self.device)
+        torch._foreach_copy_(views, list(leaves))
+        return buffer
+
+
+def _allocate(slots: Sequence[_Slot], nbytes: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    # A buffer made in inference mode could not be written to outside of it.
+    with torch.inference_mode(False):
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return buffer, [_leaf_of(buffer, slot) for slot in slots]
+
+
+def _leaf_of(buffer: Tensor, slot: _Slot) -> Tensor:
+    return buffer.narrow(0, slot.offset, slot.nbytes).view(slot.dtype).view(slot.shape)
+
+
+def _plan(group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...]) -> _Plan:
+    plan = group.memo.get(signature)
+    if plan is None:
+        if len(group.memo) >= _MAX_PLANS:
+            group.memo.clear()
+        plan = group.memo[signature] = _make_plan(group, leaves)
+    return plan
+
+
+def _make_plan(group: Group, leaves: Sequence[Tensor]) -> _Plan:
+    slots, offset = [], 0
+    for leaf in leaves:
+        nbytes = leaf.numel() * leaf.element_size()
+        slots.append(_Slot(offset, nbytes, leaf.dtype, leaf.shape))
+        offset += -(-nbytes // _ALIGN) * _ALIGN
+    kinds = {leaf.device for leaf in leaves}
+    device = kinds.pop() if len(kinds) == 1 else group.device
+    buffer, views = _allocate(slots, offset, device) if offset <= _KEEP_BYTES else (None, [])
+    return _Plan(tuple(slots), offset, device, buffer, views)
+
+
+def _dense(leaf: Tensor) -> Tensor:
+    return leaf if leaf.layout == torch.strided else leaf.to_dense()
+
+
+# --- gather ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def gather(group: Group, tree: Any) -> Any:
+    """Called on: all ranks. Each tensor of the structure from all ranks, joined along the first dimension.
+
+    Zero-dimensional tensors become one-dimensional, one value per rank.
+    """
+    if group.world_size == 1:
+        return tree
+    group.check("gathering tensors")
+    leaves, signature = trees.flatten(tree)
+    trees.require_tensors(leaves, tree, "gather")
+    if group.debug:
+        verify.check(group, "gather", tree)
+    if len(leaves) == 1:
+        return trees.unflatten(tree, iter([_gather_one(group, _dense(leaves[0]))]))
+    return trees.unflatten(tree, iter([rows.flatten(0, 1) for rows in _gather_rows(group, leaves, signature)]))
+
+
+def _gather_one(group: Group, leaf: Tensor) -> Tensor:
+    rows = (group.world_size * leaf.shape[0], *leaf.shape[1:]) if leaf.ndim else (group.world_size,)
+    result = torch.empty(rows, dtype=leaf.dtype, device=leaf.device)
+    if leaf.numel():
+        all_gather_bytes(group, result.view(-1), leaf.contiguous().view(-1))
+    return result
+
+
+def _gather_rows(group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...]) -> list[Tensor]:
+    """Per leaf, a tensor with one row per rank, all by one collective."""
+    leaves = [_dense(leaf) for leaf in leaves]
+    plan = _plan(group, leaves, signature)
+    packed = torch.empty((group.world_size, plan.nbytes), dtype=torch.uint8, device=plan.device)
+    if plan.nbytes:
+        all_gather_bytes(group, packed.view(-1), plan.pack(leaves))
+    rows = []
+    for slot, leaf in zip(plan.slots, leaves, strict=True):
+        row = packed.narrow(1, slot.offset, slot.nbytes).view(slot.dtype).view(group.world_size, *(slot.shape or (1,)))
+        rows.append(row if leaf.device == plan.device else row.to(leaf.device))
+    return rows
+
+
+# --- reduce ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def reduce(group: Group, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Called on: all ranks. Each tensor of the structure summed or averaged over the ranks, then scaled.
+
+    ``"none"`` leaves the ranks' values apart. The input is not changed. A mean of whole numbers is a float; booleans
+    are counted.
+    """
+    if reduction not in ("sum", "mean", "none"):
+        raise ConfigError(f"reduction={reduction!r} is not known. Allowed: 'sum', 'mean', 'none'.")
+    leaves, signature = trees.flatten(tree)
+    trees.require_tensors(leaves, tree, "reduce")
+    if reduction == "none" or group.world_size == 1:
+        return tree if scale == 1.0 else trees.map_tensors(lambda leaf: leaf * scale, tree)
+    group.check("reducing tensors")
+    if group.debug:
+        verify.check(group, f"reduce ({reduction})", tree)
+    sums = _sum(group, [_dense(leaf) for leaf in leaves], signature)
+    factor = scale / group.world_size if reduction == "mean" else scale
+    if factor != 1.0 or reduction == "mean":
+        sums = [_scaled(total, group.world_size, reduction, scale) for total in sums]
+    return trees.unflatten(tree, iter(sums))
+
+
+def _scaled(total: Tensor, world_size: int, reduction: str, scale: float) -> Tensor:
+    if reduction == "mean":
+        total = total / world_size
+    return total if scale == 1.0 else total * scale
+
+
+def _sum(group: Group, leaves: list[Tensor], signature: tuple[Any, ...]) -> list[Tensor]:
+    leaves = [leaf.long() if leaf.dtype == torch.bool else leaf for leaf in leaves]
+    dtypes = {(leaf.dtype, leaf.device.type) for leaf in leaves}
+    native = all(dtype in _SUMMABLE for dtype, _ in dtypes)
+    total_bytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    if not native or (len(dtypes) > 1 and total_bytes <= _LOCAL_SUM_BYTES):
+        # One gather whatever the dtypes; each rank adds in the same order, so all get the same bits.
+        rows = _gather_rows(group, leaves, ("sum", *signature))
+        return [row.sum(0, dtype=leaf.dtype).view(leaf.shape) for row, leaf in zip(rows, leaves, strict=True)]
+    sums: list[Tensor] = list(leaves)
+    for dtype, kind in dtypes:
+        places = [place for place, leaf in enumerate(leaves) if (leaf.dtype, leaf.device.type) == (dtype, kind)]
+        chosen = [leaves[place] for place in places]
+        flat = torch.cat([leaf.reshape(-1) for leaf in chosen]) if len(chosen) > 1 else chosen[0].reshape(-1).clone()
+        if flat.numel():
+            group.wait(group.pg.allreduce([flat], dist.AllreduceOptions()), "reducing tensors")
+        pieces = flat.split([leaf.numel() for leaf in chosen])
+        for place, leaf, piece in zip(places, chosen, pieces, strict=True):
+            sums[place] = piece.view(leaf.shape)
+    return sums
+
+
+# --- broadcast ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def broadcast(group: Group, tree: Any, from_process: int = 0) -> Any:
+    """Called on: all ranks. The sender's values in every rank's tensors, which are overwritten and returned."""
+    _check_rank(group, from_process)
+    if group.world_size == 1:
+        return tree
+    group.check("broadcasting tensors")
+    leaves, signature = trees.flatten(tree)
+    trees.require_tensors(leaves, tree, "broadcast")
+    if group.debug:
+        verify.check(group, "broadcast", tree, extra=f"from process {from_process}")
+    broadcast_leaves(group, leaves, signature, from_process)
+    return tree
+
+
+def broadcast_leaves(
+    group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...] | None, from_process: int = 0
+) -> None:
+    """Called on: all ranks. Overwrite these tensors with the sender's, by one collective.
+
+    Without a signature the plan is not remembered.
+    """
+    plan = _make_plan(group, leaves) if signature is None else _plan(group, leaves, signature)
+    if not plan.nbytes:
+        return
+    packed = plan.pack(leaves)
+    options = dist.BroadcastOptions()
+    options.rootRank = from_process
+    group.wait(group.pg.broadcast([packed], options), "broadcasting tensors")
+    if group.rank != from_process:
+        with torch.no_grad():
+            torch._foreach_copy_(list(leaves), [_leaf_of(packed, slot) for slot in plan.slots])
+
+
+def _check_rank(group: Group, rank: int) -> None:
+    if not 0 <= rank < group.world_size:
+        raise ConfigError(f"from_process={rank} is not a rank of this job. Allowed: 0 to {group.world_size - 1}.")
+
+
+# --- padding -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def pad_across_processes(
+    group: Group, tree: Any, dim: int = 0, pad_index: int | float = 0, pad_first: bool = False
+) -> Any:
+    """Called on: all ranks. Each tensor padded along ``dim`` to its largest size on any rank.
+
+    The sizes of the whole structure travel in one collective. Tensors without that dimension stay as they are.
+    """
+    leaves, _ = trees.flatten(tree)
+    trees.require_tensors(leaves, tree, "pad_across_processes")
+    if group.world_size == 1:
+        return tree
+    group.check("padding tensors")
+    if group.debug:
+        verify.check(group, f"pad_across_processes (dim={dim})", tree, free_dim=dim)
+    if not leaves:
+        return tree
+    sizes = torch.tensor([leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else -1 for leaf in leaves])
+    longest = gather_host(group, sizes, "padding tensors").amax(0).tolist()
+    padded = [_pad(leaf, dim, int(size), pad_index, pad_first) for leaf, size in zip(leaves, longest, strict=True)]
+    return trees.unflatten(tree, iter(padded))
+
+
+def _pad(leaf: Tensor, dim: int, size: int, pad_index: int | float, pad_first: bool) -> Tensor:
+    if size < 0 or leaf.shape[dim] == size:
+        return leaf
+    shape = list(leaf.shape)
+    shape[dim] = size
+    padded = leaf.new_full(shape, pad_index)
+    start = size - leaf.shape[dim] if pad_first else 0
+    padded.narrow(dim, start, leaf.shape[dim]).copy_(leaf)
+    return padded

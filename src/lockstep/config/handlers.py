@@ -1,0 +1,296 @@
+"""The option objects users build and hand to ``Accelerator``: each checks itself when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.choices import DDPCommunicationHookType, DynamoBackend, TailDivisor
+from lockstep.errors import ConfigError, NotYetError
+
+
+@dataclass(frozen=True)
+class KwargsHandler:
+    """Options for one part of PyTorch; at most one of each kind goes into ``kwargs_handlers``."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        default = type(self)()
+        return {
+            option.name: getattr(self, option.name)
+            for option in fields(self)
+            if getattr(self, option.name) != getattr(default, option.name)
+        }
+
+
+@dataclass(frozen=True)
+class AutocastKwargs(KwargsHandler):
+    """Options of ``torch.autocast`` in mixed precision."""
+
+    enabled: bool = True
+    """Whether the region casts at all."""
+    cache_enabled: bool | None = None
+    """Whether cast weights are kept for the length of the region; None leaves it to torch."""
+
+
+@dataclass(frozen=True)
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Options of ``torch.nn.parallel.DistributedDataParallel``."""
+
+    dim: int = 0
+    """The batch dimension."""
+    broadcast_buffers: bool = True
+    """Whether rank 0's buffers (batch norm statistics) are sent to all at each forward."""
+    bucket_cap_mb: int = 25
+    """Size of the gradient buckets."""
+    find_unused_parameters: bool = False
+    """Whether parameters may take no part in a forward."""
+    check_reduction: bool = False
+    """Kept for old scripts; torch removed what it did, so only False is possible."""
+    gradient_as_bucket_view: bool = False
+    """Whether ``param.grad`` shares memory with the buckets."""
+    static_graph: bool = False
+    """Whether the graph is the same at each step."""
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    """How gradients are compressed on the way."""
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    """fp16 or bf16: the compression around ``comm_hook``."""
+    comm_state_option: Mapping[str, Any] = field(default_factory=dict)
+    """Options of PowerSGD's state."""
+
+    def __post_init__(self) -> None:
+        hook = DDPCommunicationHookType.parse(self.comm_hook, "DistributedDataParallelKwargs.comm_hook")
+        wrapper = DDPCommunicationHookType.parse(self.comm_wrapper, "DistributedDataParallelKwargs.comm_wrapper")
+        object.__setattr__(self, "comm_hook", hook)
+        object.__setattr__(self, "comm_wrapper", wrapper)
+        wrappers = (DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
+        if wrapper not in wrappers:
+            raise ConfigError(
+                f"DistributedDataParallelKwargs.comm_wrapper={wrapper.value!r} cannot wrap a hook. "
+                "Allowed: 'no', 'fp16', 'bf16'."
+            )
+        if self.check_reduction:
+            raise ConfigError(
+                "DistributedDataParallelKwargs.check_reduction=True has no meaning any more: "
+                "torch always checks the reduction. Leave it out."
+            )
+
+
+@dataclass(frozen=True)
+class GradScalerKwargs(KwargsHandler):
+    """Options of ``torch.amp.GradScaler``, the loss scaling of fp16."""
+
+    init_scale: float = 65536.0
+    """The first scale."""
+    growth_factor: float = 2.0
+    """What the scale is multiplied with after ``growth_interval`` good steps."""
+    backoff_factor: float = 0.5
+    """What the scale is multiplied with after an overflow."""
+    growth_interval: int = 2000
+    """How many good steps it takes to grow."""
+    enabled: bool = True
+    """Whether losses are scaled at all."""
+
+
+@dataclass(frozen=True)
+class InitProcessGroupKwargs(KwargsHandler):
+    """Options of the process group."""
+
+    backend: str | None = None
+    """gloo, nccl, …; None picks the one that belongs to the device."""
+    init_method: str | None = None
+    """A rendezvous URL; None uses the address that the launcher gave."""
+    timeout: timedelta | None = None
+    """How long a collective may wait before it fails; None is torch's default (30 minutes)."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool):
+            object.__setattr__(self, "timeout", timedelta(seconds=self.timeout))
+        if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            raise ConfigError(
+                f"InitProcessGroupKwargs.timeout={self.timeout!r} is not a duration. "
+                "Give a datetime.timedelta or a number of seconds."
+            )
+        if self.timeout is not None and self.timeout <= timedelta(0):
+            raise ConfigError(f"InitProcessGroupKwargs.timeout={self.timeout} must be above zero.")
+
+
+@dataclass(frozen=True)
+class ProfileKwargs(KwargsHandler):
+    """Options of ``torch.profiler.profile`` for ``accelerator.profile()``."""
+
+    activities: list[str] | None = None
+    """"cpu", "cuda", "xpu", …; None records what torch records by default."""
+    schedule_option: Mapping[str, int] | None = None
+    """Arguments of ``torch.profiler.schedule`` (wait, warmup, active, repeat, skip_first)."""
+    on_trace_ready: Callable[..., Any] | None = None
+    """Called when a trace is ready."""
+    record_shapes: bool = False
+    """Whether input shapes are recorded."""
+    profile_memory: bool = False
+    """Whether allocations are recorded."""
+    with_stack: bool = False
+    """Whether source lines are recorded."""
+    with_flops: bool = False
+    """Whether floating point operations are estimated."""
+    with_modules: bool = False
+    """Whether module names are recorded."""
+    output_trace_dir: str | None = None
+    """Where each rank's Chrome trace is written (profile_RANK.json)."""
+
+
+@dataclass(frozen=True)
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients are accumulated over micro-batches."""
+
+    num_steps: int | None = None
+    """Micro-batches per update; None means 1."""
+    adjust_scheduler: bool = True
+    """Whether a prepared scheduler counts the micro-batches it does not step on."""
+    sync_with_dataloader: bool = True
+    """Whether the end of the loader closes the window."""
+    sync_each_batch: bool = False
+    """Whether gradients travel at each micro-batch (less memory under sharding, more traffic)."""
+    tail_divisor: TailDivisor = TailDivisor.PRESENT
+    """What the incomplete window at the end of an epoch is averaged over: the micro-batches it has ("present"),
+    or the full window ("window", Accelerate's arithmetic)."""
+
+    def __post_init__(self) -> None:
+        if self.num_steps is not None:
+            check_steps(self.num_steps, "GradientAccumulationPlugin.num_steps")
+        tail = TailDivisor.parse(self.tail_divisor, "GradientAccumulationPlugin.tail_divisor")
+        object.__setattr__(self, "tail_divisor", tail)
+
+
+def check_steps(value: Any, name: str) -> int:
+    """A number of micro-batches per update: a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
+    return value
+
+
+@dataclass(frozen=True)
+class DataLoaderConfiguration:
+    """How prepared loaders share data between ranks."""
+
+    split_batches: bool = False
+    """Whether the loader's batch is cut between ranks (True), or is each rank's own size (False)."""
+    dispatch_batches: bool | None = None
+    """Whether rank 0 reads for all. This release reads on every rank: None or False."""
+    even_batches: bool = True
+    """Whether samples are repeated at the end so that all ranks get equally many batches."""
+    use_seedable_sampler: bool = False
+    """Whether the shuffled order is a function of seed and epoch alone."""
+    data_seed: int | None = None
+    """The seed of that order; None takes torch's initial seed."""
+    non_blocking: bool = False
+    """Whether batches are copied to the device without waiting (useful with pinned memory)."""
+    use_stateful_dataloader: bool = False
+    """Whether torchdata's StatefulDataLoader is used. Not in this release."""
+
+    def __post_init__(self) -> None:
+        if self.dispatch_batches:
+            raise NotYetError(
+                "DataLoaderConfiguration.dispatch_batches=True: rank 0 cannot read for the others yet. "
+                "Leave it out: every rank reads the data set and keeps its own share."
+            )
+        if self.use_stateful_dataloader:
+            raise NotYetError(
+                "DataLoaderConfiguration.use_stateful_dataloader=True: torchdata's loader is not supported yet. "
+                "Leave it out."
+            )
+        if self.data_seed is not None and not self.use_seedable_sampler:
+            raise ConfigError(
+                f"DataLoaderConfiguration.data_seed={self.data_seed} has no effect without "
+                "use_seedable_sampler=True. Set both, or neither."
+            )
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a project keeps its files."""
+
+    project_dir: str | None = None
+    """The folder for checkpoints and logs."""
+    logging_dir: str | None = None
+    """The folder for trackers' logs; None is ``project_dir``."""
+    automatic_checkpoint_naming: bool = False
+    """Whether checkpoints are numbered under ``project_dir/checkpoints``."""
+    total_limit: int | None = None
+    """How many checkpoints are kept."""
+    iteration: int = 0
+    """The number of the next checkpoint."""
+    save_on_each_node: bool = False
+    """Whether each machine writes the files it has in common with the others."""
+
+    def __post_init__(self) -> None:
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | Path | None = None) -> None:
+        """Set the project folder, and the logging folder where none was given."""
+        self.project_dir = None if project_dir is None else str(project_dir)
+        if self.logging_dir is None:
+            self.logging_dir = self.project_dir
+
+
+@dataclass(frozen=True)
+class TorchDynamoPlugin(KwargsHandler):
+    """Options of ``torch.compile`` for prepared models."""
+
+    backend: DynamoBackend | str | None = None
+    """The compiler; None or "no" does not compile."""
+    mode: str | None = None
+    """"default", "reduce-overhead" or "max-autotune"."""
+    fullgraph: bool | None = None
+    """Whether a break in the graph is an error."""
+    dynamic: bool | None = None
+    """Whether shapes are taken as variable."""
+    options: Any = None
+    """Options handed to the backend."""
+    disable: bool = False
+    """Whether torch.compile does nothing (for testing)."""
+    use_regional_compilation: bool | None = None
+    """Whether only the repeated blocks (children of ``nn.ModuleList``) are compiled, which starts sooner."""
+
+    def __post_init__(self) -> None:
+        backend = DynamoBackend.NO if self.backend is None else self.backend
+        object.__setattr__(self, "backend", DynamoBackend.parse(backend, "dynamo_backend"))
+
+    @property
+    def wanted(self) -> bool:
+        """Whether models are compiled at all."""
+        return self.backend is not DynamoBackend.NO
+
+    def compile_kwargs(self) -> dict[str, Any]:
+        """The arguments for ``torch.compile``."""
+        chosen = {"mode": self.mode, "dynamic": self.dynamic, "options": self.options}
+        return {
+            "backend": str(self.backend).lower(),
+            "fullgraph": bool(self.fullgraph),
+            "disable": self.disable,
+            **{name: value for name, value in chosen.items() if value is not None},
+        }
+
+
+def sort_handlers(handlers: Iterable[Any] | None) -> dict[type[KwargsHandler], KwargsHandler]:
+    """The handlers by kind; a stranger or a second one of a kind is an error that names it."""
+    allowed = (
+        AutocastKwargs,
+        DistributedDataParallelKwargs,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+    )
+    sorted_handlers: dict[type[KwargsHandler], KwargsHandler] = {}
+    for handler in handlers or ():
+        kind = next((kind for kind in allowed if isinstance(handler, kind)), None)
+        if kind is None:
+            names = ", ".join(kind.__name__ for kind in allowed)
+            raise ConfigError(f"kwargs_handlers holds a {type(handler).__name__}, which is none of: {names}.")
+        if kind in sorted_handlers:
+            raise ConfigError(f"kwargs_handlers holds two {kind.__name__}; merge them into one.")
+        sorted_handlers[kind] = handler
+    return sorted_handlers

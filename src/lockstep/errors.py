@@ -1,0 +1,62 @@
+"""Every exception Lockstep raises on purpose.
+
+::
+
+    LockstepError
+    ├── ConfigError (ValueError)              an argument, variable or file holds a value we cannot honour
+    │   └── NotYetError (NotImplementedError) a value Accelerate knows and this release does not act on
+    ├── UsageError (RuntimeError)             the right objects, called in a way that cannot work
+    ├── TopologyError (RuntimeError)          the processes cannot be put together into one job
+    ├── PeerFailure (RuntimeError)            this rank is fine; another one failed, or the line to it broke
+    └── DistributedOperationException         ranks called one collective with arguments that do not fit together
+
+Texts follow one form: what you set, what we saw, what to do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class LockstepError(Exception):
+    """The root of all errors that Lockstep raises on purpose."""
+
+
+class ConfigError(LockstepError, ValueError):
+    """A value that was asked for cannot be honoured."""
+
+    @classmethod
+    def of(cls, problems: Sequence[str]) -> ConfigError:
+        """One error for all problems found, so that the user mends them in one go."""
+        if len(problems) == 1:
+            return cls(problems[0])
+        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+        return cls(f"{len(problems)} settings cannot be used:\n{lines}")
+
+
+class NotYetError(ConfigError, NotImplementedError):
+    """A setting that is part of the known interface, but that this release does not act on."""
+
+
+class UsageError(LockstepError, RuntimeError):
+    """The call cannot work in the place where it was made."""
+
+
+class TopologyError(LockstepError, RuntimeError):
+    """The processes of the job do not fit together."""
+
+
+class PeerFailure(LockstepError, RuntimeError):
+    """Another rank failed, and this one left what it was waiting for."""
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        """The rank that failed first, where it is known."""
+
+
+class DistributedOperationException(LockstepError):
+    """Ranks entered one collective with shapes, dtypes, structures or operations that differ."""

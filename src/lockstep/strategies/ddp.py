@@ -1,0 +1,201 @@
+"""Data parallel over several processes, by torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.comm.objects import all_objects
+from lockstep.comm.tensors import broadcast_leaves
+from lockstep.config.choices import DDPCommunicationHookType
+from lockstep.config.handlers import DistributedDataParallelKwargs
+from lockstep.errors import DistributedOperationException, UsageError
+from lockstep.topology.group import Group
+from lockstep.topology.topology import Topology
+
+_SYNC_BYTES = 32 << 20
+"""Parameters are sent from rank 0 in pieces of about this size."""
+
+
+_BUFFER_OPTION = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+"""The name that this version of torch has for it."""
+
+
+class DDP:
+    """Each process holds the whole model; gradients are averaged during backward."""
+
+    def __init__(self, topology: Topology, group: Group, options: DistributedDataParallelKwargs) -> None:
+        self._topology = topology
+        self._group = group
+        self._options = options
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Called on: all ranks. The model, with rank 0's weights, averaging its gradients over all ranks."""
+        if isinstance(model, DistributedDataParallel):
+            return model
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model  # nothing to average; torch would refuse it
+        _check_same_model(self._group, model)
+        options = self._options
+        _send_weights(self._group, model, options.broadcast_buffers)
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=None if self._topology.device.type == "cpu" else [self._topology.device],
+            process_group=self._group.pg,
+            init_sync=False,  # done above, in a way that can be left and that names what differs
+            dim=options.dim,
+            **{_BUFFER_OPTION: options.broadcast_buffers},
+            bucket_cap_mb=options.bucket_cap_mb,
+            find_unused_parameters=options.find_unused_parameters,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+        )
+        hook, state = _compression(self._group, options)
+        if self._topology.device.type == "cpu":
+            wrapped.register_comm_hook(None, _owned(self._group, hook, state))
+        elif hook is not None:
+            wrapped.register_comm_hook(state, hook)
+        return wrapped
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None] | None:
+        """A region in which backward leaves the gradients on this rank; None where there is nothing to hold back."""
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else None
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The user's model."""
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def force_sync(self, model: nn.Module) -> None:
+        """Make the next backward average gradients even if its forwards ran without."""
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = True
+            model.require_forward_param_sync = True
+            # The reducer must be told, or it ignores the backward of a forward that ran under no_sync.
+            model.reducer.prepare_for_backward([])
+
+    def reattach(self, model: nn.Module) -> None:
+        """Point the model at the group's new generation."""
+        if isinstance(model, DistributedDataParallel):
+            model._update_process_group(self._group.pg)
+
+
+# --- gradients on their way --------------------------------------------------------------------------------------
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Any]]
+
+
+def _owned(group: Group, hook: Hook | None, state: Any) -> Callable[[Any, dist.GradBucket], torch.futures.Future[Any]]:
+    """A hook whose futures we own, so that a backward that waits for a failed rank can be made to return."""
+    world_size = group.world_size
+    options = dist.AllreduceOptions()
+    pending = group.pending
+
+    def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
+        group.check("averaging gradients")
+        promise: torch.futures.Future[Any] = torch.futures.Future()
+        key = id(promise)
+        if hook is None:
+            buffer = bucket.buffer().div_(world_size)
+            work = group.pg.allreduce([buffer], options)
+            answer = work.get_future()
+        else:
+            buffer = None
+            work = answer = hook(state, bucket)
+        pending[key] = (promise, work)
+
+        def deliver(done: torch.futures.Future[Any]) -> None:
+            if pending.pop(key, None) is None:
+                return  # the generation ended, and the promise was failed
+            try:
+                value = done.value()
+            except Exception as error:
+                promise.set_exception(error)
+            else:
+                promise.set_result(value if buffer is None else buffer)
+
+        answer.add_done_callback(deliver)
+        if group.disturbed:
+            group.fail_pending()
+        return promise
+
+    average.__annotations__.clear()  # torch compares annotations with types, and ours are texts
+    return average
+
+
+def _compression(group: Group, options: DistributedDataParallelKwargs) -> tuple[Hook | None, Any]:
+    """The hook that compresses gradients as the options ask, and its state."""
+    if options.comm_hook is DDPCommunicationHookType.NO:
+        if options.comm_wrapper is not DDPCommunicationHookType.NO:
+            raise UsageError(
+                f"DistributedDataParallelKwargs.comm_wrapper={options.comm_wrapper.value!r} wraps a comm_hook, and "
+                "comm_hook is 'no'. Set comm_hook, or leave comm_wrapper out."
+            )
+        return None, None
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    hooks: dict[DDPCommunicationHookType, Any] = {
+        DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
+        DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+        DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
+        DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+    }
+    wrappers: dict[DDPCommunicationHookType, Any] = {
+        DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
+        DDPCommunicationHookType.BF16: default_hooks.bf16_compress_wrapper,
+    }
+    hook = hooks[options.comm_hook]
+    if options.comm_wrapper is not DDPCommunicationHookType.NO:
+        hook = wrappers[options.comm_wrapper](hook)
+    powered = options.comm_hook in (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
+    state = powerSGD_hook.PowerSGDState(process_group=None, **options.comm_state_option) if powered else None
+    return hook, state
+
+
+# --- one model on all ranks --------------------------------------------------------------------------------------
+
+
+def _check_same_model(group: Group, model: nn.Module) -> None:
+    """Called on: all ranks. Raise on all when the ranks' models differ, naming the first difference."""
+    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(model)]
+    everyone = all_objects(group, mine, "comparing models")
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        ours = next((pair for pair in zip(everyone[0], theirs, strict=False) if pair[0] != pair[1]), None)
+        if ours is None:
+            what = f"rank 0 has {len(everyone[0])} parameters and buffers, rank {rank} has {len(theirs)}"
+        else:
+            (name, shape, dtype), (other, other_shape, other_dtype) = ours
+            what = f"rank 0 has {name} {list(shape)} {dtype}, rank {rank} has {other} {list(other_shape)} {other_dtype}"
+        raise DistributedOperationException(
+            f"The model passed to prepare differs between ranks: {what}. Build the same model on every rank."
+        )
+
+
+def _send_weights(group: Group, model: nn.Module, buffers: bool) -> None:
+    """Called on: all ranks. Give every rank rank 0's parameters, and its buffers unless they are each rank's own."""
+    batch: list[Tensor] = []
+    size = 0
+    for tensor in [*model.parameters(), *(model.buffers() if buffers else ())]:
+        batch.append(tensor.detach())
+        size += tensor.numel() * tensor.element_size()
+        if size >= _SYNC_BYTES:
+            broadcast_leaves(group, batch, None)
+            batch, size = [], 0
+    if batch:
+        broadcast_leaves(group, batch, None)
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]

@@ -1,0 +1,95 @@
+"""The one process-wide slot: which job this process is in.
+
+Rooms are handed what they need. Only the free functions that the guides call without an accelerator
+(``gather(tensor)``, ``PartialState()``, ``get_logger``) look here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.config import env, resolve
+from lockstep.config.handlers import InitProcessGroupKwargs
+from lockstep.errors import ConfigError
+from lockstep.topology.group import Group
+from lockstep.topology.topology import Topology, discover, old_kernel_warning
+
+
+@dataclass
+class Session:
+    """This process's part in a job."""
+
+    topology: Topology
+    """Who this process is."""
+    group: Group
+    """How it talks to the others."""
+    mixed_precision: str | None = None
+    """The precision that the first Accelerator of the process settled; None before."""
+    accelerator: Any = None
+    """The newest Accelerator, for the state views that are made without one."""
+
+
+class _Slot:
+    def __init__(self) -> None:
+        self.session: Session | None = None
+
+
+_slot = _Slot()
+
+
+def peek() -> Session | None:
+    """The session, when there is one; never starts one."""
+    return _slot.session
+
+
+def require(
+    *, cpu: bool | None = None, init: InitProcessGroupKwargs | None = None, debug: bool | None = None
+) -> Session:
+    """Called on: all ranks. The session; the first call of the process detects where it runs and joins the job."""
+    environ = env.snapshot()
+    session = _slot.session
+    if session is not None:
+        _check_same(session, cpu, init)
+        if debug is not None:
+            session.group.debug = debug
+        return session
+    cpu = resolve.resolve("cpu", cpu, False, environ, env.parse_flag).value
+    device = resolve.resolve("device", None, None, environ, resolve.as_text).value
+    init = init or InitProcessGroupKwargs()
+    topology = discover(environ, cpu=cpu, device=device, backend=init.backend)
+    warning = old_kernel_warning()
+    if warning is not None and topology.is_local_main:
+        warnings.warn(warning, stacklevel=3)
+    if topology.device.type != "cpu":
+        import torch
+
+        torch.accelerator.set_device_index(topology.device.index or 0)
+    group = Group.connect(topology, init_method=init.init_method, timeout=init.timeout, debug=bool(debug))
+    _slot.session = Session(topology=topology, group=group)
+    return _slot.session
+
+
+def _check_same(session: Session, cpu: bool | None, init: InitProcessGroupKwargs | None) -> None:
+    if cpu and session.topology.device.type != "cpu":
+        raise ConfigError(
+            f"cpu=True: this process already uses {session.topology.device}. The device is settled by the first "
+            "Accelerator or PartialState of the process; pass cpu=True there."
+        )
+    if init is not None and init.timeout is not None and init.timeout != session.group.timeout:
+        raise ConfigError(
+            f"InitProcessGroupKwargs.timeout={init.timeout}: the process group exists already, with "
+            f"{session.group.timeout}. Pass it to the first Accelerator or PartialState of the process."
+        )
+
+
+def reset() -> None:
+    """Leave the job and forget it, so that the next Accelerator starts anew."""
+    session, _slot.session = _slot.session, None
+    if session is not None:
+        session.group.close()
+
+
+atexit.register(reset)

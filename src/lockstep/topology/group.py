@@ -1,0 +1,436 @@
+"""The process group of the job, through all of its generations.
+
+Torch's process group cannot be left while a peer is missing: a rank that fails alone leaves the others waiting in
+a collective. ``Group`` adds what is needed to leave together and start again:
+
+- A *generation* is one life of the torch process group. Each has its own prefix in the store.
+- The rank that fails writes why under the generation's ``end`` key and wakes the others: a thread of every rank
+  waits for its own ``wake`` key on a store connection of its own, which costs nothing while all is well.
+- Then whatever this rank is blocked in is freed: our own collectives wait in slices and look up;
+  DDP's all-reduces hand out futures that we own and can fail; the sockets of gloo are shut for everything else;
+  other backends are aborted.
+- Then all ranks meet in the store and make the next generation.
+
+*Ticks* keep this from reaching a rank too early. Each entry into, and each agreed exit from, a scope of
+``comm.agree`` is one tick, in the same order on all ranks. A rank that failed at tick 7 has completed everything up
+to tick 6, so a rank at tick 6 is left alone until it gets to 7 by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import PeerFailure, TopologyError
+from lockstep.topology import sockets
+from lockstep.topology.topology import Topology
+
+POLL = timedelta(seconds=0.2)
+"""How long a wait of ours sleeps before it looks whether the generation has ended."""
+CAUSE_PATIENCE = 2.0
+"""Seconds a rank waits, after its connection broke, for the true cause to be written."""
+GOODBYE_PATIENCE = 3.0
+"""Seconds the store's host waits at the end for the others to close."""
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""How long a collective may take when nothing else was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Why a generation ended."""
+
+    rank: int
+    """The rank that ended it."""
+    tick: int
+    """How far that rank had come."""
+    what: str
+    """What happened there, in one line."""
+    leaving: bool = False
+    """Whether that rank goes away for good, so that waiting for it is vain."""
+
+    def failure(self, doing: str) -> PeerFailure:
+        """The error for a rank that is left ``doing`` something alone."""
+        after = "it has left the job" if self.leaving else "this rank leaves too, so that all can go on together"
+        return PeerFailure(f"Rank {self.rank} failed: {self.what}. While {doing}, {after}.", rank=self.rank)
+
+
+class Group:
+    """This process's membership in the job."""
+
+    def __init__(self, topology: Topology, *, timeout: timedelta | None = None, debug: bool = False) -> None:
+        self.rank = topology.rank
+        self.world_size = topology.world_size
+        self.device = topology.device
+        self.backend = topology.backend
+        self.timeout = timeout or DEFAULT_TIMEOUT
+        self.debug = debug
+        """Whether each of our collectives is verified before it runs."""
+        self.generation = 0
+        self.tick = 0
+        self.pending: dict[int, tuple[torch.futures.Future[Any], Any]] = {}
+        """Futures handed to DDP whose collective is under way, with that collective."""
+        self.memo: dict[Any, Any] = {}
+        """What the collectives remember between calls of one generation."""
+        self._pg: Any = None
+        self._store: dist.Store | None = None
+        self._cause: Cause | None = None
+        self._lock = threading.Lock()
+        self._watcher: _Watcher | None = None
+        self._own_ports: frozenset[int] = frozenset()
+        self._peer_ports: frozenset[int] = frozenset()
+        self._abandoned: list[tuple[Any, Any]] = []
+        self._callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._owned = False
+        self._hosts_store = False
+
+    # --- joining -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def connect(
+        cls,
+        topology: Topology,
+        *,
+        init_method: str | None = None,
+        timeout: timedelta | None = None,
+        debug: bool = False,
+    ) -> Group:
+        """Called on: all ranks. Join the job; a process that nobody started as part of one is alone."""
+        group = cls(topology, timeout=timeout, debug=debug)
+        if topology.backend is None:
+            return group
+        if dist.is_initialized():
+            group._adopt()
+        else:
+            store = _open_store(topology, init_method, group.timeout)
+            group._store = dist.PrefixStore(f"lockstep/attempt_{topology.restart_count}", store)
+            group._join()
+            group._owned = True
+            group._hosts_store = topology.rank == 0 and topology.world_size > 1 and not topology.agent_store
+        if group.world_size > 1:
+            group._watch()
+        return group
+
+    def _adopt(self) -> None:
+        """Take over the process group that the user's script has made."""
+        if dist.get_world_size() != self.world_size or dist.get_rank() != self.rank:
+            raise TopologyError(
+                f"torch.distributed is initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but the "
+                f"environment says rank {self.rank} of {self.world_size}. Let Accelerator() make the process group, "
+                "or set RANK and WORLD_SIZE to match."
+            )
+        self._pg = dist.group.WORLD
+        self.backend = dist.get_backend()
+        self._store = dist.PrefixStore("lockstep", dist.distributed_c10d._get_default_store())
+        self._meet("adopt")
+        self._learn_ports(sockets.list_fds())
+
+    def _join(self) -> None:
+        """Make this generation's process group."""
+        before = sockets.list_fds()
+        hook = sys.excepthook
+        bound = self.device if self.device.type == "cuda" else None
+        dist.init_process_group(
+            self.backend,
+            store=dist.PrefixStore(f"generation_{self.generation}", self._root),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=self.timeout,
+            device_id=bound,
+        )
+        if self.generation:
+            sys.excepthook = hook  # each initialisation wraps the hook of the one before
+        self._pg = dist.group.WORLD
+        self._learn_ports(sockets.list_fds() - before)
+
+    def _learn_ports(self, fds: frozenset[int]) -> None:
+        """Tell the others which ports our gloo listens on, and learn theirs."""
+        if self.world_size == 1:
+            return
+        self._own_ports = sockets.listener_ports(fds)
+        self._root.set(self._key(f"ports/{self.rank}"), json.dumps(sorted(self._own_ports)))
+        answers = [self._root.get(self._key(f"ports/{peer}")) for peer in range(self.world_size) if peer != self.rank]
+        self._peer_ports = frozenset(port for answer in answers for port in json.loads(answer))
+
+    # --- talking -----------------------------------------------------------------------------------------------
+
+    @property
+    def pg(self) -> Any:
+        """Torch's process group of this generation."""
+        return self._pg
+
+    @property
+    def store(self) -> dist.Store:
+        """A store that all ranks share, and that outlives generations."""
+        return self._root
+
+    @property
+    def _root(self) -> dist.Store:
+        if self._store is None:
+            raise TopologyError("This process is not part of a job of several processes.")
+        return self._store
+
+    def _key(self, name: str) -> str:
+        return f"generation_{self.generation}/{name}"
+
+    @property
+    def talks_host(self) -> bool:
+        """Whether tensors in host memory can travel as they are."""
+        return self.device.type == "cpu" or (self.backend is not None and "gloo" in self.backend)
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the generation ended at a point this rank has reached."""
+        return self._cause is not None and self._cause.tick <= self.tick
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the rank that ended the generation will not come back."""
+        return self._cause is not None and self._cause.leaving
+
+    def check(self, doing: str) -> None:
+        """Raise when another rank has failed and this one need not start ``doing`` anything."""
+        if self._cause is not None and self.disturbed:
+            raise self._cause.failure(doing)
+
+    def wait(self, work: Any, doing: str) -> None:
+        """Wait for a collective of ours, in slices, so that the end of the generation is noticed."""
+        while True:
+            try:
+                work.wait(POLL)
+            except RuntimeError as error:
+                if self.disturbed and self._cause is not None:
+                    self._abandoned.append((self._pg, work))
+                    raise self._cause.failure(doing) from None
+                if work.is_completed():
+                    raise self.explain(error, doing) from error
+            else:
+                return
+
+    def barrier(self) -> None:
+        """Called on: all ranks. Wait until every rank is here."""
+        if self.world_size == 1:
+            return
+        self.check("waiting for everyone")
+        options = dist.BarrierOptions()
+        if self.device.type != "cpu":
+            options.device_ids = [self.device.index or 0]
+        self.wait(self._pg.barrier(options), "waiting for everyone")
+
+    def explain(self, error: BaseException, doing: str) -> PeerFailure:
+        """What a transport error means: the failure that another rank reported, else a broken line."""
+        self._await_cause()
+        if self._cause is not None:
+            return self._cause.failure(doing)
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return PeerFailure(
+            f"While {doing}, rank {self.rank} lost the connection to another rank ({first}). "
+            "That rank's own output tells why it went away."
+        )
+
+    def is_consequence(self, error: BaseException) -> bool:
+        """Whether an error on this rank only follows from another rank's failure."""
+        # What torch makes of shut sockets and of DDP's failed futures when the user called it directly.
+        marks = ("gloo", "Connection", "Socket", "NCCL", "another rank failed")
+        broken = isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
+        if not broken and not isinstance(error, PeerFailure):
+            return False
+        self._await_cause()
+        return self._cause is not None and self._cause.rank != self.rank and self.disturbed
+
+    def _await_cause(self) -> None:
+        """A connection breaks a moment before the reason for it is known: give it that moment."""
+        deadline = time.monotonic() + (CAUSE_PATIENCE if self.tick else 0.0)
+        while self._cause is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    # --- leaving -----------------------------------------------------------------------------------------------
+
+    def advance(self) -> int:
+        """Count one more point that all ranks pass in the same order; the new tick."""
+        self.tick += 1
+        if self.disturbed:
+            self._free()
+        return self.tick
+
+    def end(self, what: str, *, leaving: bool = False) -> Cause:
+        """Called on: the rank that failed. Tell the others; the first cause told is the one that counts."""
+        mine = Cause(rank=self.rank, tick=self.tick, what=what, leaving=leaving)
+        told = self._root.compare_set(self._key("end"), "", json.dumps(asdict(mine)))
+        cause = Cause(**json.loads(told))
+        self._ended(self.generation, cause)
+        for peer in range(self.world_size):
+            self._root.set(self._key(f"wake/{peer}"), told)
+        return cause
+
+    def _ended(self, generation: int, cause: Cause) -> None:
+        with self._lock:
+            if generation != self.generation or self._cause is not None:
+                return
+            self._cause = cause
+        if self.disturbed:
+            self._free()
+
+    def _free(self) -> None:
+        """Make everything that waits in this generation return."""
+        self.fail_pending()
+        if self.backend is not None and "nccl" not in self.backend:
+            sockets.shut(sockets.connections(self._own_ports, self._peer_ports))
+        else:
+            with contextlib.suppress(RuntimeError):
+                self._pg.abort()
+
+    def fail_pending(self) -> None:
+        """Fail the futures that DDP waits for; their collectives are kept until they end by themselves."""
+        while self.pending:
+            with contextlib.suppress(KeyError):
+                _, (promise, work) = self.pending.popitem()
+                self._abandoned.append((self._pg, work))
+                promise.set_exception(PeerFailure("another rank failed"))
+
+    def on_reform(self, callback: Callable[[], None]) -> None:
+        """Have a bound method called after each new generation; it is forgotten with its object."""
+        self._callbacks.append(weakref.WeakMethod(callback))
+
+    def reform(self) -> None:
+        """Called on: all ranks, after the generation ended. Meet again and make the next one."""
+        while True:
+            self._bury()
+            self._meet(f"form the group again after: {self._cause.what if self._cause else 'a lost connection'}")
+            with self._lock:
+                self.generation += 1
+                self._cause = None
+            self._watch()
+            try:
+                self._join()
+                break
+            except Exception:
+                self._await_cause()
+                if self._cause is None:  # else another rank has already ended the new generation too
+                    raise
+        for reference in self._callbacks:
+            callback = reference()
+            if callback is not None:
+                callback()
+        self._callbacks = [reference for reference in self._callbacks if reference() is not None]
+
+    def _bury(self) -> None:
+        """Let go of the old process group; one that still has work under way is kept, or its end would block."""
+        self._unwatch()
+        self._abandoned = [(pg, work) for pg, work in self._abandoned if not work.is_completed()]
+        self.memo.clear()  # buffers there may still be written to by a collective of the old generation
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._pg = None
+
+    def _meet(self, purpose: str) -> None:
+        """Wait in the store until every rank is here; say who is missing when they do not come."""
+        mark = f"meet/{purpose.split(':')[0]}"
+        self._root.set(self._key(f"{mark}/{self.rank}"), "here")
+        missing = [peer for peer in range(self.world_size) if peer != self.rank]
+        try:
+            self._root.wait([self._key(f"{mark}/{peer}") for peer in missing], self.timeout)
+        except dist.DistStoreError:
+            missing = [peer for peer in missing if not self._root.check([self._key(f"{mark}/{peer}")])]
+            raise TopologyError(
+                f"Rank {self.rank} waited {self.timeout.total_seconds():.0f} s to {purpose}. "
+                f"Missing: {', '.join(f'rank {peer}' for peer in missing)}."
+            ) from None
+
+    # --- watching and closing ----------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        generation = self.generation
+        key = self._key(f"wake/{self.rank}")
+        self._watcher = _Watcher(self._root, key, lambda cause: self._ended(generation, cause))
+
+    def _unwatch(self) -> None:
+        if self._watcher is not None:
+            self._watcher.stop()
+            self._watcher = None
+
+    def close(self) -> None:
+        """Leave for good: end the watcher, and the process group if we made it."""
+        if self._store is None:
+            return
+        self._unwatch()
+        self._abandoned = [(pg, work) for pg, work in self._abandoned if not work.is_completed()]
+        for pg, _ in self._abandoned:
+            # Its destructor would wait for a collective that no longer ends: keep it to the end of the process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group()
+        self._say_goodbye()
+        self._pg = None
+        self._store = None
+
+    def _say_goodbye(self) -> None:
+        """The rank that hosts the store lets the others close first, or their last words would be network errors."""
+        with contextlib.suppress(RuntimeError):
+            self._root.set(f"closed/{self.rank}", "yes")
+            deadline = time.monotonic() + GOODBYE_PATIENCE
+            others = [f"closed/{peer}" for peer in range(1, self.world_size)]
+            while self._hosts_store and time.monotonic() < deadline and not self._root.check(others):
+                time.sleep(0.005)
+
+
+class _Watcher:
+    """A thread that waits for its rank to be woken, on its own store connection."""
+
+    def __init__(self, store: dist.Store, key: str, tell: Callable[[Cause], None]) -> None:
+        self._store = store
+        self._side = store.clone()
+        self._key = key
+        self._tell = tell
+        self._thread = threading.Thread(target=self._run, name="lockstep-watcher", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._side.wait([self._key], timedelta(days=1))
+                text = self._side.get(self._key)
+            except dist.DistStoreError:
+                continue  # nothing happened for a day
+            except RuntimeError:
+                return  # the store's host has gone: nobody is left to tell us anything
+            if text:
+                self._tell(Cause(**json.loads(text)))
+            return
+
+    def stop(self) -> None:
+        """End the thread by waking it with nothing to say."""
+        if not self._thread.is_alive():
+            return
+        with contextlib.suppress(RuntimeError):
+            self._store.set(self._key, "")
+        self._thread.join(timeout=5)
+
+
+def _open_store(topology: Topology, init_method: str | None, timeout: timedelta) -> dist.Store:
+    """Called on: all ranks. The store that the job's ranks share."""
+    url = init_method or f"tcp://{topology.main_address}:{topology.main_port}"
+    if init_method is None and topology.main_address is None and topology.world_size == 1:
+        return dist.HashStore()
+    if url.startswith("env://"):
+        url = f"tcp://{topology.main_address}:{topology.main_port}"
+    try:
+        store, _, _ = next(dist.rendezvous(url, topology.rank, topology.world_size, timeout=timeout))
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise TopologyError(
+            f"Rank {topology.rank} of {topology.world_size} could not reach the job's store at {url} ({reason}). "
+            "Check that rank 0 runs there, and that the port is free on its machine and open between machines."
+        ) from error
+    return store

@@ -1,0 +1,107 @@
+"""Rules of the house that no linter knows: who reads the environment, no `global`, and starting without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "lockstep"
+ENVIRONMENT_READER = SOURCE / "config" / "env.py"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def environment_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Places that touch the environment: attributes of the os module under any alias, and imports from it."""
+    aliases = {
+        name.asname or name.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for name in node.names
+        if name.name == "os"
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT_NAMES:
+            if isinstance(node.value, ast.Name) and node.value.id in aliases:
+                yield node.lineno, f"os.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and node.module == "os" and node.level == 0:
+            for name in node.names:
+                if name.name in ENVIRONMENT_NAMES | {"*"}:
+                    yield node.lineno, f"from os import {name.name}"
+
+
+def global_statements(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield node.lineno, f"global {', '.join(node.names)}"
+
+
+def offences(rule, files: list[Path]) -> list[str]:
+    return [
+        f"{path.relative_to(SOURCE.parent)}:{line}: {what}"
+        for path in files
+        for line, what in rule(ast.parse(path.read_text(encoding="utf-8"), filename=str(path)))
+    ]
+
+
+def test_there_is_source_to_check() -> None:
+    assert ENVIRONMENT_READER in FILES
+
+
+def test_only_config_env_touches_the_environment() -> None:
+    assert offences(environment_uses, [path for path in FILES if path != ENVIRONMENT_READER]) == []
+
+
+def test_no_global_statement() -> None:
+    assert offences(global_statements, FILES) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import os\nos.environ['A']", ["os.environ"]),
+        ("import os as system\ndef f():\n    return system.getenv('A')", ["os.getenv"]),
+        ("from os import environ as e, path", ["from os import environ"]),
+        ("from os import *", ["from os import *"]),
+        ("import os\nos.putenv('A', 'b')", ["os.putenv"]),
+        ("import os\nos.path.join('a')", []),
+        ("class C:\n    environ = 1\nC.environ", []),
+    ],
+)
+def test_the_environment_rule_sees(code: str, found: list[str]) -> None:
+    assert [what for _, what in environment_uses(ast.parse(code))] == found
+
+
+def test_the_global_rule_sees() -> None:
+    assert [what for _, what in global_statements(ast.parse("def f():\n    global a, b\n"))] == ["global a, b"]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param("import lockstep", id="import lockstep"),
+        pytest.param(
+            """
+            import runpy
+
+            sys.argv = ["lockstep", "--help"]
+            try:
+                runpy.run_module("lockstep", run_name="__main__", alter_sys=True)
+            except SystemExit as end:
+                assert not end.code, f"lockstep --help ended with {end.code}"
+            """,
+            id="lockstep --help",
+        ),
+    ],
+)
+def test_starts_without_importing_torch(start: str) -> None:
+    check = "import sys\n" + textwrap.dedent(start) + "\nassert 'torch' not in sys.modules, 'torch was imported'\n"
+    child = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=False)
+    assert child.returncode == 0, child.stderr
