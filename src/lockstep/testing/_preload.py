@@ -11,6 +11,7 @@ import importlib
 
 # The first optimizer step imports torch._dynamo: 1 s in each rank, or once here.
 for _name in (
+    "numpy.random",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",

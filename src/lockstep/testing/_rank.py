@@ -113,9 +113,12 @@ def main(rank: int, pipe: Connection[bytes, bytes], lifeline: Connection[bytes, 
     faulthandler.enable()
     # multiprocessing would make "forkserver" the way in which this process starts its own, say a DataLoader's.
     multiprocessing.set_start_method(None, force=True)
+    import numpy
     import torch
 
     torch.set_num_threads(1)
+    # The server's state, the same in all ranks, would hide that nobody has seeded it.
+    numpy.random.seed()
     pipe.send_bytes(READY)
     while True:
         try:

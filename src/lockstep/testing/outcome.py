@@ -14,7 +14,9 @@ STOPPED = "Stopped"
 
 _TAIL_LINES = 20
 # What an exception says when the process at the other end has gone (gloo, TCPStore, and our own PeerFailure).
-_LOST_PEER = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|PeerFailure|DistNetworkError", re.I)
+_LOST_PEER = re.compile(
+    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|PeerFailure|DistNetworkError", re.I
+)
 
 
 @dataclass(frozen=True, kw_only=True)

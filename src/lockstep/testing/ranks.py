@@ -7,8 +7,9 @@
 
 ``run_ranks(train, 2, steps=3)`` does the same with a pool that all its callers share.
 
-A process is forked from a server that has torch imported already, so variables that torch reads while it is being
-imported have no effect here. The function is found by its name, so it lives at the top of a module.
+A process is forked from a server that has torch imported already. So variables that torch reads while it is being
+imported have no effect here, and all ranks have the same hash seed. The function is found by its name, so it lives at
+the top of a module.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -178,7 +180,7 @@ class Ranks:
         if reset and all(outcome.ok for outcome in outcomes):
             # Only now: a rank that left while others still ran would take rank 0's store away from them.
             resets = self._gather(_rank.RESET, time.monotonic(), _RESET_SECONDS, grace)
-            outcomes = [run if left.ok else left for run, left in zip(outcomes, resets, strict=True)]
+            outcomes = [run if left.ok else _in_reset(left) for run, left in zip(outcomes, resets, strict=True)]
         return outcomes
 
     def _gather(self, word: bytes, started: float, timeout: float, grace: float | None) -> list[Outcome]:
@@ -291,14 +293,18 @@ def run_ranks(
 
 
 def close_pools() -> None:
-    """End every pool of this process. `run_ranks` starts new ones when it is called again."""
-    _POOLS.shared.clear()
+    """End the pools that `run_ranks` shares; it starts new ones when it is called again."""
+    while _POOLS.shared:
+        _POOLS.shared.popitem()[1].close()
+
+
+def _close_every_pool() -> None:
     for pool in list(_POOLS.every):
         pool.close()
 
 
 # Registered after multiprocessing's own exit handler and so run before it: that one waits for every process.
-atexit.register(close_pools)
+atexit.register(_close_every_pool)
 
 
 def _unfinished(members: Mapping[int, Member], seconds: float, *, after_failure: bool) -> dict[int, Outcome]:
@@ -328,6 +334,11 @@ def _unfinished(members: Mapping[int, Member], seconds: float, *, after_failure:
             error_text=f"{line}\n{written.get(rank) or '(no stacks came: the process is stopped or going down)'}",
         )
     return outcomes
+
+
+def _in_reset(outcome: Outcome) -> Outcome:
+    where = "in the reset after the function had returned: "
+    return replace(outcome, error_line=where + outcome.error_line, error_text=where + outcome.error_text)
 
 
 def _pickled_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -85,6 +85,7 @@ class Group:
         """What the collectives remember between calls of one generation."""
         self._pg: Any = None
         self._store: dist.Store | None = None
+        self._side: dist.Store | None = None
         self._cause: Cause | None = None
         self._lock = threading.Lock()
         self._watcher: _Watcher | None = None
@@ -353,7 +354,10 @@ class Group:
     def _watch(self) -> None:
         generation = self.generation
         key = self._key(f"wake/{self.rank}")
-        self._watcher = _Watcher(self._root, key, lambda cause: self._ended(generation, cause))
+        if self._side is None:
+            # One connection for all generations: now and then the server takes 5 s to accept a new one.
+            self._side = self._root.clone()
+        self._watcher = _Watcher(self._root, self._side, key, lambda cause: self._ended(generation, cause))
 
     def _unwatch(self) -> None:
         if self._watcher is not None:
@@ -373,7 +377,7 @@ class Group:
             dist.destroy_process_group()
         self._say_goodbye()
         self._pg = None
-        self._store = None
+        self._store = self._side = None
 
     def _say_goodbye(self) -> None:
         """The rank that hosts the store lets the others close first, or their last words would be network errors."""
@@ -388,9 +392,9 @@ class Group:
 class _Watcher:
     """A thread that waits for its rank to be woken, on its own store connection."""
 
-    def __init__(self, store: dist.Store, key: str, tell: Callable[[Cause], None]) -> None:
+    def __init__(self, store: dist.Store, side: dist.Store, key: str, tell: Callable[[Cause], None]) -> None:
         self._store = store
-        self._side = store.clone()
+        self._side = side
         self._key = key
         self._tell = tell
         self._thread = threading.Thread(target=self._run, name="lockstep-watcher", daemon=True)

@@ -1,0 +1,1 @@
+"""Loaders that share their data between ranks."""

@@ -1,0 +1,354 @@
+"""Logging for several processes: a line appears once, or once per process, and then in the order of the ranks.
+
+The level of the logger that was asked for is set, never the root's. Its lines reach the screen without further
+ado: where no handler would take a record, the logger gets one of its own, and that one falls silent as soon as the
+user installs another.
+
+``in_order`` is not a barrier: a rank waits a moment for those before it, then prints and says who was missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from lockstep.config import env, resolve
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.topology import current, environments
+from lockstep.topology.group import Group
+from lockstep.topology.topology import Topology
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter  # takes no type argument before Python 3.11
+
+PATIENCE = 2.0
+"""Seconds that an ``in_order`` line waits for lower ranks, all in all."""
+_POLL = 0.005
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
+    """The logger of that name, whose methods also take ``main_process_only`` and ``in_order``.
+
+    ::
+
+        logger = get_logger(__name__, log_level="INFO")
+        logger.info("once for the whole job")
+        logger.info("once per process", main_process_only=False)
+        logger.info("once per process, rank 0 first", main_process_only=False, in_order=True)
+
+    Args:
+        name: As for ``logging.getLogger``.
+        log_level: The level of this logger; without it LOCKSTEP_LOG_LEVEL or ACCELERATE_LOG_LEVEL, and without those
+            the level stays as it is.
+    """
+    argument = None if log_level is None else _level(log_level, "log_level")
+    level = resolve.resolve("log_level", argument, None, env.snapshot(), _level_of_variable).value
+    logger = logging.getLogger(name)
+    if level is not None:
+        logger.setLevel(level)
+    return MultiProcessAdapter(logger, {})
+
+
+def _level_of_variable(text: str, name: str) -> int | None:
+    return _level(text, name) if text.strip() else None  # `export NAME=` is how shells unset
+
+
+def _level(value: str | int, name: str) -> int:
+    if isinstance(value, str):
+        known = logging.getLevelName(value.strip().upper())  # levels that the user added are known, too
+        if isinstance(known, int):
+            return known
+    elif isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ConfigError(f"{name}={value!r} is not a log level. Allowed: {', '.join(_LEVELS)}.")
+
+
+class MultiProcessAdapter(_Adapter):
+    """A logger that knows which process it is in.
+
+    Every logging method takes two more arguments:
+
+    main_process_only (default True): only rank 0 logs.
+    in_order (default False): with ``main_process_only=False``, the ranks' lines appear in the order of the ranks.
+    A rank waits for lower ones no longer than `PATIENCE`, then logs and names those that did not.
+    """
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log, if this process is to."""
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        if not self.isEnabledFor(level):
+            return
+        place = _place()
+        if main_process_only and place.rank != 0:
+            return
+        caller, between = _caller()
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + between
+        msg, kwargs = self.process(msg, kwargs)
+        _ensure_handler(self.logger)
+        if main_process_only or not in_order or place.world_size == 1:
+            self.logger.log(level, msg, *args, **kwargs)
+            return
+        session = current.peek()
+        turn = _Turn(note=_unordered(place.rank)) if session is None else _turns_of(session.group).take(_site(caller))
+        try:
+            self.logger.log(level, f"{msg} ({turn.note})" if turn.note else msg, *args, **kwargs)
+        finally:
+            turn.end()
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Join the adapter's own ``extra`` with the call's, which the base class would drop."""
+        if self.extra:
+            kwargs["extra"] = {**self.extra, **(kwargs.get("extra") or {})}
+        return msg, kwargs
+
+    def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Warn, but only once per process about the same thing."""
+        if self.isEnabledFor(logging.WARNING) and _memory.is_new((self.logger.name, str(msg), repr(args))):
+            self.warning(msg, *args, **kwargs)
+
+
+class _Memory:
+    """What this process has said already."""
+
+    def __init__(self) -> None:
+        self._said: set[Any] = set()
+
+    def is_new(self, what: Any) -> bool:
+        """Whether this is the first time; it no longer is afterwards."""
+        if what in self._said:
+            return False
+        self._said.add(what)
+        return True
+
+
+_memory = _Memory()
+
+
+# --- who and where -----------------------------------------------------------------------------------------------
+
+
+def _place() -> Topology | environments.Placement:
+    """This process's place, also before it has joined the job."""
+    session = current.peek()
+    if session is not None:
+        return session.topology
+    try:
+        return environments.find(env.snapshot())
+    except LockstepError:
+        # Joining the job raises this where it matters; a line too many is better than a script that dies of logging.
+        return environments.Placement(launcher="none", reason="the environment is contradictory")
+
+
+_HERE = get_logger.__code__.co_filename
+_STANDARD = logging.addLevelName.__code__.co_filename
+_COUNTS_STANDARD = sys.version_info[:2] < (3, 11)
+"""Whether ``stacklevel`` counts the frames of the logging module, too."""
+
+
+def _caller() -> tuple[FrameType | None, int]:
+    """The frame that called us, and how much ``stacklevel`` has to grow to get there."""
+    frame: FrameType | None = sys._getframe(1)
+    between = 0
+    while frame is not None and frame.f_code.co_filename in (_HERE, _STANDARD):
+        between += frame.f_code.co_filename == _HERE or _COUNTS_STANDARD
+        frame = frame.f_back
+    return frame, between
+
+
+def _site(frame: FrameType | None) -> str:
+    # Without its folder: the same script can lie in different places on different machines.
+    return "?" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+# --- the handler of last resort ----------------------------------------------------------------------------------
+
+
+class _OwnHandler(logging.StreamHandler[Any] if TYPE_CHECKING else logging.StreamHandler):
+    """Prints to stderr as long as nobody else handles the record."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print, unless a handler was installed since that prints it as well."""
+        if any(not isinstance(handler, _OwnHandler) for _, handler in _on_path(logging.getLogger(record.name))):
+            return
+        self.stream = sys.stderr  # as it is now: notebooks and tests exchange it
+        super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Level, rank where there are several, name, message."""
+        place = _place()
+        rank = f" [rank {place.rank}]" if place.world_size > 1 else ""
+        self.formatter = logging.Formatter(f"%(levelname)s{rank} %(name)s: %(message)s")
+        return super().format(record)
+
+
+def _on_path(logger: logging.Logger) -> Iterator[tuple[logging.Logger, logging.Handler]]:
+    """The handlers that get this logger's records, with where they sit."""
+    place: logging.Logger | None = logger
+    while place is not None:
+        for handler in list(place.handlers):
+            yield place, handler
+        place = place.parent if place.propagate else None
+
+
+def _ensure_handler(logger: logging.Logger) -> None:
+    """Have exactly one of us on the path when there is nobody else, and none when there is."""
+    found = list(_on_path(logger))
+    own = [(place, handler) for place, handler in found if isinstance(handler, _OwnHandler)]
+    if not found:
+        logger.addHandler(_OwnHandler())
+    elif len(own) < len(found):
+        for place, handler in own:
+            place.removeHandler(handler)
+    else:
+        for place, handler in own[:-1]:  # a parent has got one since
+            place.removeHandler(handler)
+
+
+# --- taking turns ------------------------------------------------------------------------------------------------
+
+
+def _unordered(rank: int) -> str:
+    if rank == 0 or not _memory.is_new("in_order without a session"):
+        return ""
+    return "in_order: no Accelerator yet, so the ranks cannot wait for each other"
+
+
+@dataclass
+class _Turn:
+    """One line's place in the order of the ranks."""
+
+    note: str = ""
+    """What to tell the reader about the order."""
+    ready: threading.Event = field(default_factory=threading.Event)
+    """Set when the lower ranks have logged, or are not waited for any longer."""
+    logged: threading.Event = field(default_factory=threading.Event)
+    """Set when this rank has."""
+    worker: threading.Thread | None = None
+
+    def end(self) -> None:
+        """Let the next rank go; normally a matter of microseconds."""
+        self.logged.set()
+        if self.worker is not None:
+            self.worker.join(PATIENCE / 20)
+
+
+@dataclass
+class _SiteMemory:
+    """What this rank knows of the others at one line of the script."""
+
+    absent: dict[int, int] = field(default_factory=dict)
+    """Ranks that did not come last time -> how often they would have come by then."""
+    behind: dict[int, int] = field(default_factory=dict)
+    """Ranks that pass this line less often than this one -> by how much."""
+
+
+class _Turns:
+    """This process's side of the order, for one group.
+
+    Each rank counts in the store, per line of the script, how often it came to an ``in_order`` call and how often it
+    got it done. A rank's turn is when the rank before it is done as often as this one came. Counters do not pile up,
+    as a key per line logged would. All talking is done by a thread, so that a store that is slow to answer (a new
+    connection can take seconds) cannot hold the caller longer than promised.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._main_store = group.store
+        self._rank = group.rank
+        self._world_size = group.world_size
+        self._own_store: dist.Store | None = None
+        self._sites: dict[str, _SiteMemory] = {}
+        self._lock = threading.Lock()
+
+    def take(self, site: str) -> _Turn:
+        """Wait for this rank's turn, at most `PATIENCE`."""
+        turn = _Turn()
+        turn.worker = threading.Thread(
+            target=self._serve, args=(turn, site, time.monotonic()), name="lockstep-log-order", daemon=True
+        )
+        turn.worker.start()
+        if not turn.ready.wait(PATIENCE):
+            turn.note = "in_order: the job's store does not answer, so the order is not certain"
+            turn.worker = None
+        return turn
+
+    def _serve(self, turn: _Turn, site: str, started: float) -> None:
+        # One turn at a time, so that threads of this process that log at once do not count each other's turns.
+        try:
+            with self._lock:
+                store = self._store()
+                note = self._wait(store, site, started)
+                if note:
+                    turn.note = note
+                turn.ready.set()
+                turn.logged.wait()
+                store.add(self._key("done", site, self._rank), 1)
+        except RuntimeError:
+            turn.note = turn.note or "in_order: the job's store is gone, so the order is not certain"
+        finally:
+            turn.ready.set()
+
+    def _store(self) -> dist.Store:
+        if self._own_store is None:
+            # A connection of its own: one that somebody waits on serves nobody else meanwhile.
+            self._own_store = self._main_store.clone()
+        return self._own_store
+
+    def _key(self, what: str, site: str, rank: int) -> str:
+        return f"log/{what}/{site}/{rank}"
+
+    def _wait(self, store: dist.Store, site: str, started: float) -> str:
+        """Wait for the rank before; a note when some lower rank has not come."""
+        memory = self._sites.setdefault(site, _SiteMemory())
+        for rank, expected in memory.absent.items():
+            came = store.add(self._key("came", site, rank), 0)
+            if came < expected - memory.behind.get(rank, 0):  # not late: it skipped that one
+                memory.behind[rank] = expected - came
+        memory.absent.clear()
+        mine = store.add(self._key("came", site, self._rank), 1)
+        if self._rank == 0:
+            return ""
+
+        def missing(what: str, ranks: range) -> list[int]:
+            return [
+                rank for rank in ranks if store.add(self._key(what, site, rank), 0) < mine - memory.behind.get(rank, 0)
+            ]
+
+        # Lower ranks give up a little sooner: those that wait for the same absent one still log in order.
+        share = 0.95 - 0.1 * (self._world_size - 1 - self._rank) / self._world_size
+        before = range(self._rank - 1, self._rank)
+        while (late := missing("done", before)) and time.monotonic() < started + PATIENCE * share:
+            time.sleep(_POLL)
+        absent = missing("came", range(self._rank))
+        memory.absent.update(dict.fromkeys(absent, mine))
+        return _name(absent or late)
+
+
+def _name(ranks: list[int]) -> str:
+    if not ranks:
+        return ""
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return f"in_order: {who} did not log this within {PATIENCE:.0f} s"
+
+
+_turns: weakref.WeakKeyDictionary[Group, _Turns] = weakref.WeakKeyDictionary()
+
+
+def _turns_of(group: Group) -> _Turns:
+    turns = _turns.get(group)
+    if turns is None:
+        turns = _turns[group] = _Turns(group)
+    return turns

@@ -1,0 +1,180 @@
+"""Gradient accumulation: which micro-batch this is, and by what its loss is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.comm import tensors
+from lockstep.config.choices import TailDivisor
+from lockstep.config.handlers import GradientAccumulationPlugin, check_steps
+from lockstep.errors import ConfigError, UsageError
+from lockstep.topology.group import Group
+
+
+class Loader(Protocol):
+    """What accumulation asks of the loader that is being iterated."""
+
+    end_of_dataloader: bool
+    remainder: int
+
+    @property
+    def remaining(self) -> int | None:
+        """Batches left, the current one included; None when nobody knows."""
+
+
+class Accumulation:
+    """The open window of micro-batches.
+
+    ``divisor`` is what a micro-batch's loss is divided by: the micro-batches that the window will have. At the end of
+    a loader of unknown length the window can turn out shorter than was thought; its gradients are then scaled up once,
+    after the backward that closes it.
+    """
+
+    def __init__(self, plugin: GradientAccumulationPlugin) -> None:
+        self.plugin = plugin
+        self.num_steps = plugin.num_steps or 1
+        self.sync_with_dataloader = plugin.sync_with_dataloader
+        self.sync_each_batch = plugin.sync_each_batch
+        self.adjust_scheduler = plugin.adjust_scheduler
+        self.exact_tail = plugin.tail_divisor is TailDivisor.PRESENT
+        self.step = 0
+        """Micro-batches since the last end of a loader."""
+        self.sync_gradients = True
+        """Whether this micro-batch completes an update."""
+        self.divisor = self.num_steps
+        self.inside = False
+        """Whether an ``accumulate`` block is open."""
+        self.loaders: list[Loader] = []
+        """The loaders that are being iterated, innermost last."""
+        self._filled = 0
+        self._settled = True
+        self._items: list[float] = []
+        self._item_scale: float | None = None
+        self._shared: tuple[float, float] | None = None
+
+    @property
+    def active_loader(self) -> Loader | None:
+        """The loader whose batch is being worked on."""
+        return self.loaders[-1] if self.loaders else None
+
+    def set_steps(self, steps: int) -> None:
+        """Change the length of the windows to come."""
+        self.num_steps = check_steps(steps, "gradient_accumulation_steps")
+        self.divisor = self.num_steps
+
+    def reset(self) -> None:
+        """Forget the open window: its gradients are given up."""
+        self.step = self._filled = 0
+        self.sync_gradients = self._settled = True
+        self.inside = False
+        self.divisor = self.num_steps
+        self._items, self._shared = [], None
+
+    def advance(self) -> bool:
+        """Enter the next micro-batch; whether it completes an update."""
+        loader = self.loaders[-1] if self.loaders else None
+        at_end = self.sync_with_dataloader and loader is not None and loader.end_of_dataloader
+        if self._filled == 0:
+            self.divisor = self._window(loader)
+        self._filled += 1
+        self.step = 0 if at_end else self.step + 1
+        self.sync_gradients = sync = at_end or self.step % self.num_steps == 0
+        self._settled = not (sync and self.exact_tail and self._filled != self.divisor)
+        return sync
+
+    def _window(self, loader: Loader | None) -> int:
+        if self.num_steps == 1 or not self.exact_tail or not self.sync_with_dataloader or loader is None:
+            return self.num_steps
+        remaining = loader.remaining
+        return self.num_steps if remaining is None else max(1, min(self.num_steps, remaining))
+
+    def leave(self) -> None:
+        """Leave the micro-batch; after one that completed an update, the next opens a new window."""
+        if self.sync_gradients:
+            self._filled = 0
+            self._items, self._shared = [], None
+
+    # --- plain means -------------------------------------------------------------------------------------------
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss as it goes into backward."""
+        if self._items:
+            raise UsageError(
+                "backward(loss) without num_items follows a backward with num_items in one accumulation window. "
+                "Give num_items in all of them, or in none."
+            )
+        divisor = self.divisor if self.inside else self.num_steps
+        if self.inside and self._settled and self._filled != divisor and self.sync_gradients and self.exact_tail:
+            divisor = self._filled  # an earlier backward of this micro-batch has scaled the window up already
+        return loss if divisor == 1 else loss / divisor
+
+    def settle(self, parameters: Iterable[Tensor]) -> None:
+        """After the backward that closes a window: scale up gradients that were divided by too much."""
+        if self._settled:
+            return
+        self._settled = True
+        _scale(parameters, self.divisor / self._filled)
+
+    # --- weighted means ----------------------------------------------------------------------------------------
+
+    def weighted(self, group: Group, loss: Tensor, num_items: Any) -> Tensor:
+        """Called on: all ranks. The loss, a mean over ``num_items`` items, as it goes into backward.
+
+        Gradients are summed with weights; ``settle_items`` divides them by the items of all ranks once the window is
+        complete. Weights are relative to a typical count, the same on all ranks, so that fp16 does not overflow.
+        """
+        count = _count(num_items)
+        if self.num_steps > 1 and not self.inside:
+            raise UsageError("backward(num_items=…) with gradient accumulation belongs inside accelerator.accumulate().")
+        if self._filled > 1 and not self._items:
+            raise UsageError(
+                "backward with num_items follows one without in the same accumulation window. "
+                "Give num_items in all of them, or in none."
+            )
+        if self._item_scale is None:
+            self._item_scale = float(tensors.reduce(group, torch.tensor(max(count, 1.0)), "mean"))
+        place = self._filled if self.inside else 1
+        if len(self._items) < place:
+            self._items.append(count)
+        elif self._items[-1] != count:
+            raise UsageError(
+                f"Two backwards of one micro-batch say num_items={self._items[-1]:g} and {count:g}. "
+                "They share one denominator: add the losses, or give the same number."
+            )
+        if count == 0:
+            loss = torch.nan_to_num(loss, nan=0.0)  # a mean over nothing
+        weight = count / self._item_scale
+        if self._shared is not None:
+            weight *= self._shared[1]  # gradients of this window are divided already
+        return loss * weight
+
+    def settle_items(self, group: Group, parameters: Iterable[Tensor]) -> None:
+        """Called on: all ranks, after the backward that closes a window. Divide by the items of all ranks."""
+        self._settled = True
+        if self._shared is None and self._item_scale is not None:
+            total = float(tensors.reduce(group, torch.tensor(sum(self._items), dtype=torch.float64), "sum"))
+            factor = self._item_scale * group.world_size / total if total else 1.0
+            self._shared = (total, factor)
+            _scale(parameters, factor)
+        if not self.inside:
+            self._items, self._shared = [], None
+
+
+def _count(num_items: Any) -> float:
+    try:
+        count = float(num_items)
+    except (TypeError, ValueError):
+        raise ConfigError(f"num_items={num_items!r} is not a number of tokens or samples.") from None
+    if count < 0 or count != count:
+        raise ConfigError(f"num_items={num_items!r} must not be negative.")
+    return count
+
+
+def _scale(parameters: Iterable[Tensor], factor: float) -> None:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,110 @@
+"""A prepared optimizer: steps only when an update is due, through the loss scaler where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.optim.accumulation import Accumulation
+
+
+class Scaler(Protocol):
+    """What an optimizer asks of fp16's loss scaler."""
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Learn from now on whether the optimizer really stepped."""
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> bool:
+        """Update the parameters unless a gradient overflowed; whether they were."""
+
+
+class PreparedOptimizer(torch.optim.Optimizer):
+    """The user's optimizer, in step with gradient accumulation.
+
+    Inside an accumulation window ``step`` and ``zero_grad`` do nothing until the micro-batch that completes it.
+    Everything else goes to the wrapped optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, accumulation: Accumulation, scaler: Scaler | None) -> None:
+        # The base class is for isinstance only: its constructor would start a second optimizer.
+        self.optimizer = optimizer
+        self.step_was_skipped = False
+        """Whether the last update was dropped because of an fp16 overflow."""
+        self._accumulation = accumulation
+        self._scaler = scaler
+        if scaler is not None:
+            scaler.watch(optimizer)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters, if an update is due."""
+        if not self._accumulation.sync_gradients:
+            return None
+        if self._scaler is None:
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        self.step_was_skipped = not self._scaler.step(self.optimizer, closure)
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, if an update was due."""
+        if self._accumulation.sync_gradients:
+            self.optimizer.zero_grad(set_to_none)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optimizer.defaults = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, as it would give it itself."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that the wrapped optimizer gave."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def parameters(self) -> list[Tensor]:
+        """All parameters, of all groups."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"Prepared {self.optimizer!r}"

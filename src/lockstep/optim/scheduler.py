@@ -1,0 +1,81 @@
+"""A prepared learning rate scheduler: follows the optimizer's updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.config.choices import SchedulerUnit
+from lockstep.optim.accumulation import Accumulation
+from lockstep.optim.optimizer import PreparedOptimizer
+
+
+class PreparedScheduler:
+    """The user's scheduler, stepped only when its optimizer was.
+
+    By default one call advances it once per process, as Accelerate does, so that a schedule written for one process
+    has the same length in epochs on many. With ``scheduler_unit="update"`` one call is one step.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[PreparedOptimizer],
+        accumulation: Accumulation,
+        *,
+        with_optimizer: bool,
+        unit: SchedulerUnit,
+        processes: int,
+        announce: Callable[[PreparedScheduler], None],
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = list(optimizers)
+        self._accumulation = accumulation
+        self._with_optimizer = with_optimizer
+        self._announce: Callable[[PreparedScheduler], None] | None = announce
+        self.steps_per_update = processes if unit is SchedulerUnit.PROCESS and with_optimizer else 1
+        """By how much one call advances the schedule."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the schedule, if the optimizer was stepped."""
+        if self._announce is not None:
+            announce, self._announce = self._announce, None
+            announce(self)
+        if not self._with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self._accumulation.sync_gradients:
+            if self._accumulation.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+                self.scheduler._step_count += 1
+            return
+        for optimizer in self.optimizers:
+            if optimizer.step_was_skipped:
+                return
+        if self.steps_per_update == 1:
+            self.scheduler.step(*args, **kwargs)
+            return
+        total = getattr(self.scheduler, "total_steps", None)
+        for _ in range(self.steps_per_update):
+            # A cycle of fixed length refuses steps past its end.
+            if total is None or self.scheduler.last_epoch < total:
+                self.scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> Any:
+        """The learning rates in force."""
+        return self.scheduler.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped scheduler's state."""
+        return dict(self.scheduler.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that the wrapped scheduler gave."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __repr__(self) -> str:
+        return f"Prepared {self.scheduler!r}"
