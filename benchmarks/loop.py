@@ -26,11 +26,14 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
+from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -38,6 +41,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+AGAIN = "raw (again)"
 CONTENDERS = ("lockstep", "accelerate", "fabric")
 IMPORTS = {
     "lockstep": "from lockstep import Accelerator",
@@ -52,12 +56,17 @@ MIN_RATIOS = 30
 # --- the loops -----------------------------------------------------------------------------------------------------
 
 
+Work = Callable[[list[float]], object]
+"""Does several equal pieces of work, and appends the time after each."""
+clock = time.perf_counter
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
     """One contender, ready to train."""
 
-    epoch: Callable[[], int]
-    """Goes once through the loader; how many steps that took."""
+    epoch: Work
+    """Goes once through the loader."""
     model: nn.Module
     """As the user made it, whatever it was wrapped in."""
     gather: Callable[[Any], Any] | None = None
@@ -84,7 +93,8 @@ def make_parts(steps: int, world_size: int) -> Parts:
 
 
 def make_raw(parts: Parts, world_size: int) -> Trainer:
-    model, optimizer, scheduler = parts.model, parts.optimizer, parts.scheduler
+    model: Any = parts.model
+    optimizer, scheduler = parts.optimizer, parts.scheduler
     sampler: DistributedSampler[Any] | None = None
     if world_size > 1:
         if not dist.is_initialized():
@@ -94,9 +104,8 @@ def make_raw(parts: Parts, world_size: int) -> Trainer:
     loader = DataLoader(parts.dataset, batch_size=BATCH, shuffle=sampler is None, sampler=sampler)
     number = 0
 
-    def epoch() -> int:
+    def epoch(ticks: list[float]) -> None:
         nonlocal number
-        steps = 0
         number += 1
         if sampler is not None:
             sampler.set_epoch(number)
@@ -106,8 +115,7 @@ def make_raw(parts: Parts, world_size: int) -> Trainer:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            steps += 1
-        return steps
+            ticks.append(clock())
 
     return Trainer(epoch=epoch, model=parts.model)
 
@@ -119,8 +127,7 @@ def make_accelerator(accelerator: Any, parts: Parts, world_size: int) -> Trainer
         parts.model, parts.optimizer, DataLoader(parts.dataset, batch_size=BATCH, shuffle=True), parts.scheduler
     )
 
-    def epoch() -> int:
-        steps = 0
+    def epoch(ticks: list[float]) -> None:
         for x, y in loader:
             with accelerator.accumulate(model):
                 loss = cross_entropy(model(x), y)
@@ -128,8 +135,7 @@ def make_accelerator(accelerator: Any, parts: Parts, world_size: int) -> Trainer
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            steps += 1
-        return steps
+            ticks.append(clock())
 
     return Trainer(epoch=epoch, model=parts.model, gather=accelerator.gather)
 
@@ -158,16 +164,14 @@ def make_fabric(parts: Parts, world_size: int) -> Trainer:
     loader: Any = fabric.setup_dataloaders(DataLoader(parts.dataset, batch_size=BATCH, shuffle=True))
     scheduler = parts.scheduler
 
-    def epoch() -> int:
-        steps = 0
+    def epoch(ticks: list[float]) -> None:
         for x, y in loader:
             loss = cross_entropy(model(x), y)
             fabric.backward(loss)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            steps += 1
-        return steps
+            ticks.append(clock())
 
     return Trainer(epoch=epoch, model=parts.model)
 
@@ -181,86 +185,100 @@ def make_trainers(only: Sequence[str], steps: int, world_size: int) -> dict[str,
     """Called on: all ranks. Lockstep comes first, so that it makes the process group, as it does for its users."""
     makers = {"lockstep": make_lockstep, "accelerate": make_accelerate, "fabric": make_fabric}
     made = {name: makers[name](make_parts(steps, world_size), world_size) for name in CONTENDERS if name in only}
-    raw = {name: make_raw(make_parts(steps, world_size), world_size) for name in ("raw", "raw (again)")}
+    raw = {name: make_raw(make_parts(steps, world_size), world_size) for name in ("raw", AGAIN)}
     return {**raw, **made}
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------
 
 
-def interleave(blocks: dict[str, Callable[[], object]], repeats: int, *, per_block: int) -> dict[str, list[float]]:
-    """Called on: all ranks. Microseconds per unit of work: one figure for each block and repeat, slowest rank's."""
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Microseconds for a piece of work, one figure a block; of several ranks the slowest counts."""
+
+    whole: list[float]
+    """A block's time over its pieces: with all that happens now and then, on this machine and in the library."""
+    typical: list[float]
+    """A block's median piece: what others do on the machine meanwhile hardly shows, nor does what is rare."""
+
+
+def interleave(blocks: dict[str, Work], repeats: int, pieces: int) -> dict[str, Times]:
+    """Called on: all ranks. Run one block of each in turn, in a rotating order, again and again."""
     together = dist.is_initialized()
     names = list(blocks)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times = {name: Times(whole=[], typical=[]) for name in names}
     for repeat in range(-2, repeats):  # the first two rounds are warm-up
         start = repeat % len(names)
         for name in names[start:] + names[:start]:
+            ticks: list[float] = []
             gc.collect()
             if together:
                 dist.barrier()
-            begin = time.perf_counter()
-            blocks[name]()
-            spent = time.perf_counter() - begin
+            begin = clock()
+            blocks[name](ticks)
+            end = clock()
+            if len(ticks) != pieces:
+                raise SystemExit(f"{name} did {len(ticks)} pieces of work, not {pieces}: that is no fair comparison.")
             if repeat >= 0:
-                times[name].append(spent * 1e6 / per_block)
+                times[name].whole.append((end - begin) * 1e6 / pieces)
+                times[name].typical.append(median(b - a for a, b in pairwise([begin, *ticks])) * 1e6)
     if together:
-        for name in names:
-            slowest = torch.tensor(times[name], dtype=torch.float64)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            times[name] = slowest.tolist()
+        for mine in times.values():
+            for figures in (mine.whole, mine.typical):
+                slowest = torch.tensor(figures, dtype=torch.float64)
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+                figures[:] = slowest.tolist()
     return times
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """How one contender compares with raw; times in microseconds."""
+    """How one contender compares with raw; times in microseconds. Whole blocks, but for the two typical ones."""
 
     name: str
     pairs: int
     best: float
-    """Of all blocks."""
+    """The best block."""
     median: float
-    """Of all blocks."""
+    """The median block."""
     ratio: float
     """Median of the paired ratios."""
     ratio_quartiles: tuple[float, float]
     ratio_of_best: float
+    ratio_typical: float
+    """Median of the paired ratios of the blocks' median pieces."""
     added: float
     """Median of the paired differences."""
     added_best: float
     """Difference of the two best blocks."""
+    added_typical: float
+    """Median of the paired differences of the blocks' median pieces."""
 
 
-def compare(name: str, mine: Sequence[float], raw: Sequence[float]) -> Figures:
-    ratios = [a / b for a, b in zip(mine, raw, strict=True)]
+def compare(name: str, mine: Times, raw: Times) -> Figures:
+    whole = list(zip(mine.whole, raw.whole, strict=True))
+    typical = list(zip(mine.typical, raw.typical, strict=True))
+    ratios = [a / b for a, b in whole]
     low, _, high = quantiles(ratios, n=4)
     return Figures(
         name=name,
         pairs=len(ratios),
-        best=min(mine),
-        median=median(mine),
+        best=min(mine.whole),
+        median=median(mine.whole),
         ratio=median(ratios),
         ratio_quartiles=(low, high),
-        ratio_of_best=min(mine) / min(raw),
-        added=median(a - b for a, b in zip(mine, raw, strict=True)),
-        added_best=min(mine) - min(raw),
+        ratio_of_best=min(mine.whole) / min(raw.whole),
+        ratio_typical=median(a / b for a, b in typical),
+        added=median(a - b for a, b in whole),
+        added_best=min(mine.whole) - min(raw.whole),
+        added_typical=median(a - b for a, b in typical),
     )
 
 
 def measure_steps(trainers: dict[str, Trainer], repeats: int, steps: int) -> list[Figures]:
     """Called on: all ranks. The training loop of each contender against raw's."""
-
-    def block(trainer: Trainer) -> Callable[[], object]:
-        def run() -> None:
-            done = trainer.epoch()
-            if done != steps:
-                raise SystemExit(f"An epoch had {done} steps, not {steps}: the contenders do not do the same work.")
-
-        return run
-
     before = weights(trainers["raw"])  # the same for all at the start
-    times = interleave({name: block(trainer) for name, trainer in trainers.items()}, repeats, per_block=steps)
+    times = interleave({name: trainer.epoch for name, trainer in trainers.items()}, repeats, steps)
     for name, trainer in trainers.items():
         check_training(name, before, weights(trainer))
     return [compare(name, times[name], times["raw"]) for name in trainers]
@@ -285,18 +303,20 @@ def measure_gather(trainers: dict[str, Trainer], repeats: int, calls: int) -> di
     """Called on: all ranks. ``gather`` of one tensor, and of a structure of three, against one raw all_gather."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     single = torch.randn(64, 10) + rank
-    nested = {"logits": torch.randn(64, 10), "rest": (torch.arange(64) + rank, torch.rand(64, 4) > 0.5)}
-    blocks: dict[str, Callable[[], object]] = {}
+    rest = (torch.arange(64) + rank, torch.rand(64, 4) > 0.5)
+    nested = {"logits": single, "rest": rest}
+    blocks: dict[str, Work] = {}
 
-    def repeated(call: Callable[[Any], object], value: object) -> Callable[[], object]:
-        def run() -> None:
+    def repeated(call: Callable[[Any], object], value: object) -> Work:
+        def run(ticks: list[float]) -> None:
             for _ in range(calls):
                 call(value)
+                ticks.append(clock())
 
         return run
 
     for kind, value in (("one tensor", single), ("structure", nested)):
-        leaves = [single] if kind == "one tensor" else [nested["logits"], *nested["rest"]]
+        leaves = [single] if kind == "one tensor" else [single, *rest]
         size = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
         packed = single if kind == "one tensor" else torch.zeros(size, dtype=torch.uint8)
         room = [torch.empty_like(packed) for _ in range(world_size)]
@@ -305,12 +325,12 @@ def measure_gather(trainers: dict[str, Trainer], repeats: int, calls: int) -> di
             dist.all_gather(room, tensor)
 
         blocks[f"{kind}/raw"] = repeated(raw, packed)
-        blocks[f"{kind}/raw (again)"] = repeated(raw, packed)
+        blocks[f"{kind}/{AGAIN}"] = repeated(raw, packed)
         for name, trainer in trainers.items():
             if trainer.gather is not None:
                 check_gather(name, trainer.gather(value), leaves)
                 blocks[f"{kind}/{name}"] = repeated(trainer.gather, value)
-    times = interleave(blocks, repeats, per_block=calls)
+    times = interleave(blocks, repeats, calls)
     result: dict[str, list[Figures]] = {}
     for key, mine in times.items():
         kind, name = key.split("/")
@@ -350,11 +370,11 @@ def measure_imports(only: Sequence[str], repeats: int) -> list[ImportCost]:
     for repeat in range(-1, repeats):  # the first round fills the caches
         start = repeat % len(names)
         for name in names[start:] + names[:start]:
-            begin = time.perf_counter()
+            begin = clock()
             answer = subprocess.run(
                 [sys.executable, "-c", statements[name]], check=True, capture_output=True, text=True
             )
-            spent = time.perf_counter() - begin
+            spent = clock() - begin
             if repeat >= 0:
                 whole[name].append(spent * 1e3)
                 inside[name].append(float(answer.stdout.split()[-1]) * 1e3)
@@ -378,142 +398,171 @@ class Bar:
 
     what: str
     statistic: str
-    value: float
-    limit: float
     unit: str
-    pairs: int
-    needed: int = MIN_RATIOS
-
-    @property
-    def verdict(self) -> str:
-        if self.pairs < self.needed:
-            return f"no verdict: {self.pairs} pairs, {self.needed} needed"
-        return "met" if self.value <= self.limit else "NOT MET"
+    limit: float
+    value: float
+    noise: float | None
+    """The same statistic for the raw loop against itself."""
+    verdict: str
 
 
-def step_bars(figures: list[Figures], world_size: int) -> list[Bar]:
-    mine = next((row for row in figures if row.name == "lockstep"), None)
-    if mine is None:
+PAIRS, BESTS, TYPICAL = "whole blocks, median of pairs", "best blocks", "typical pieces, median of pairs"
+FIGURE_BARS = {
+    "step/1": ("added to a step, 1 process", "us", 30, {"added": PAIRS, "added_best": BESTS, "added_typical": TYPICAL}),
+    "step/2": ("step over raw DDP", "x", 1.03, {"ratio": PAIRS, "ratio_of_best": BESTS, "ratio_typical": TYPICAL}),
+    "gather/one tensor": ("gather, one tensor, over raw", "x", 1.1, {"ratio": PAIRS, "ratio_typical": TYPICAL}),
+    "gather/structure": ("gather, structure, over raw", "x", 1.2, {"ratio": PAIRS, "ratio_typical": TYPICAL}),
+}
+IMPORT_BAR = {"added": "two processes, median of pairs", "inside": "timed inside, median"}
+
+
+def verdict(value: float, limit: float, pairs: int, needed: int) -> str:
+    if pairs < needed:
+        return f"no verdict: {pairs} pairs, {needed} needed"
+    return "met" if value <= limit else "NOT MET"
+
+
+def figure_bars(key: str, rows: list[Figures]) -> list[Bar]:
+    named = {row.name: row for row in rows}
+    mine = named.get("lockstep")
+    if mine is None or key not in FIGURE_BARS:
         return []
-    if world_size == 1:
-        what = "added to a step, 1 process"
-        return [
-            Bar(
-                what=what,
-                statistic="median of paired differences",
-                value=mine.added,
-                limit=30,
-                unit="us",
-                pairs=mine.pairs,
-            ),
-            Bar(what=what, statistic="best minus best", value=mine.added_best, limit=30, unit="us", pairs=mine.pairs),
-        ]
-    what = f"step over raw DDP, {world_size} processes"
-    return [
-        Bar(what=what, statistic="median of paired ratios", value=mine.ratio, limit=1.03, unit="x", pairs=mine.pairs),
-        Bar(what=what, statistic="best over best", value=mine.ratio_of_best, limit=1.03, unit="x", pairs=mine.pairs),
-    ]
-
-
-def gather_bars(gathers: dict[str, list[Figures]]) -> list[Bar]:
-    limits = {"one tensor": 1.1, "structure": 1.2}
+    what, unit, limit, statistics = FIGURE_BARS[key]
     return [
         Bar(
-            what=f"gather, {kind}, over one raw all_gather",
-            statistic="median of paired ratios",
-            value=row.ratio,
-            limit=limits[kind],
-            unit="x",
-            pairs=row.pairs,
+            what=what,
+            statistic=words,
+            unit=unit,
+            limit=limit,
+            value=getattr(mine, field),
+            noise=getattr(named[AGAIN], field),
+            verdict=verdict(getattr(mine, field), limit, mine.pairs, MIN_RATIOS),
         )
-        for kind, rows in gathers.items()
-        for row in rows
-        if row.name == "lockstep"
+        for field, words in statistics.items()
     ]
 
 
 def import_bars(costs: list[ImportCost]) -> list[Bar]:
     return [
         Bar(
-            what="import lockstep after import torch",
-            statistic=statistic,
-            value=value,
-            limit=60,
+            what="import, after import torch",
+            statistic=words,
             unit="ms",
-            pairs=cost.pairs,
-            needed=9,
+            limit=60,
+            value=getattr(cost, field),
+            noise=None,
+            verdict=verdict(getattr(cost, field), 60, cost.pairs, 9),
         )
         for cost in costs
         if cost.name == "lockstep"
-        for statistic, value in (
-            ("median of paired differences", cost.added),
-            ("median, timed inside", cost.inside),
-        )
+        for field, words in IMPORT_BAR.items()
     ]
 
 
 # --- telling -------------------------------------------------------------------------------------------------------
 
 
-def figures_table(title: str, unit: str, rows: list[Figures]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
-    for heading in (
-        f"{unit}\nbest",
-        f"{unit}\nmedian",
-        "ratio to raw\nmedian of pairs",
-        "quartiles of\nthe ratios",
-        "ratio\nof bests",
-        "added us\nmedian of pairs",
-        "added us\nof bests",
-    ):
-        table.add_column(heading, justify="right")
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that was measured, and how."""
+
+    processes: int
+    versions: dict[str, str]
+    cores: int | None
+    load_before: float
+    """Of the machine, before this started: figures from a busy machine are worth less."""
+    steps_per_block: int
+    calls_per_block: int
+    step_us: list[Figures]
+    gather_us: dict[str, list[Figures]]
+    import_ms: list[ImportCost]
+    bars: list[Bar]
+    command: str
+
+
+def table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    result = Table(title=title, title_justify="left", box=MARKDOWN)
+    for number, heading in enumerate(headings):
+        figures = number > 0 and rows[0][number][-1:].isdigit()
+        result.add_column(heading, justify="right" if figures else "left", no_wrap=True)
     for row in rows:
-        low, high = row.ratio_quartiles
-        table.add_row(
-            row.name,
-            f"{row.best:.0f}",
-            f"{row.median:.0f}",
-            f"{row.ratio:.3f}",
-            f"{low:.3f}–{high:.3f}",
-            f"{row.ratio_of_best:.3f}",
-            f"{row.added:+.1f}",
-            f"{row.added_best:+.1f}",
-        )
-    return table
+        result.add_row(*row)
+    return result
 
 
-def imports_table(costs: list[ImportCost]) -> Table:
-    table = Table(title=f"Import, on top of import torch ({costs[0].pairs} pairs of processes)", title_justify="left")
-    table.add_column("")
-    table.add_column("added ms\nmedian of pairs", justify="right")
-    table.add_column("ms inside\nmedian", justify="right")
-    for cost in costs:
-        table.add_row(cost.name, f"{cost.added:+.0f}", f"{cost.inside:.0f}")
-    return table
+def figures_table(title: str, rows: list[Figures]) -> Table:
+    headings = [
+        "us",
+        "best",
+        "median",
+        "ratio: pairs",
+        "quartiles",
+        "bests",
+        "typical",
+        "added: pairs",
+        "bests",
+        "typical",
+    ]
+    return table(
+        f"{title}; {rows[0].pairs} pairs",
+        headings,
+        [
+            [
+                row.name,
+                f"{row.best:.0f}",
+                f"{row.median:.0f}",
+                f"{row.ratio:.3f}",
+                f"{row.ratio_quartiles[0]:.2f}–{row.ratio_quartiles[1]:.2f}",
+                f"{row.ratio_of_best:.3f}",
+                f"{row.ratio_typical:.3f}",
+                f"{row.added:+.1f}",
+                f"{row.added_best:+.1f}",
+                f"{row.added_typical:+.1f}",
+            ]
+            for row in rows
+        ],
+    )
 
 
-def bars_table(bars: list[Bar]) -> Table:
-    table = Table(title="Bars for lockstep", title_justify="left")
-    for heading in ("", "statistic", "measured", "at most", ""):
-        table.add_column(heading, justify="right" if heading in ("measured", "at most") else "left")
-    for bar in bars:
-        digits = 3 if bar.unit == "x" else 1
-        table.add_row(
-            bar.what, bar.statistic, f"{bar.value:.{digits}f} {bar.unit}", f"{bar.limit:g} {bar.unit}", bar.verdict
-        )
-    return table
+LEGEND = """\
+best, median: of whole blocks, per piece of work. ratio (to raw) and added (to raw, us): "pairs" = median over the
+pairs of whole blocks, "bests" = of the two best blocks, "typical" = median over the pairs of the blocks' median pieces.
+"""
 
 
-def versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
+def tell(report: Report) -> None:
+    """Markdown tables, to be kept in docs as they are."""
+    console = Console(width=160, highlight=False)
+    console.print(", ".join(f"{name} {version}" for name, version in report.versions.items()))
+    console.print(f"{report.cores} cores, 1 thread a process, load before: {report.load_before:.2f}\n")
+    console.print(LEGEND)
+    title = f"Training step, processes: {report.processes}, blocks of {report.steps_per_block} steps"
+    console.print(figures_table(title, report.step_us))
+    for kind, figures in report.gather_us.items():
+        console.print(figures_table(f"gather, {kind}, blocks of {report.calls_per_block} calls", figures))
+    if report.import_ms:
+        title = f"Import, on top of import torch; {report.import_ms[0].pairs} pairs of processes"
+        rows = [[cost.name, f"{cost.added:+.0f}", f"{cost.inside:.0f}"] for cost in report.import_ms]
+        console.print(table(title, ["ms", "added, median of pairs", "timed inside, median"], rows))
+    if report.bars:
+        rows = []
+        for bar in report.bars:
+            digits = 3 if bar.unit == "x" else 1
+            noise = "-" if bar.noise is None else f"{bar.noise:.{digits}f}"
+            measured = f"{bar.value:.{digits}f}"
+            rows.append([bar.what, bar.statistic, bar.unit, measured, f"{bar.limit:g}", bar.verdict, noise])
+        headings = ["bar", "statistic", "unit", "lockstep", "at most", "verdict", "raw against itself"]
+        console.print(table("Bars", headings, rows))
+    console.print(f"Made by: {report.command}")
 
+
+def find_versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in ("torch", "torch-lockstep", "accelerate", "lightning-fabric"):
         try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "missing"
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "(not installed)"
     return found
 
 
@@ -523,9 +572,9 @@ def versions() -> dict[str, str]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time a training step next to raw torch, Accelerate and Fabric.")
     parser.add_argument("--processes", type=int, help="default: 1, or the world this was started in")
-    parser.add_argument("--repeats", type=int, default=60, help=f"pairs of blocks; bars need {MIN_RATIOS}")
-    parser.add_argument("--steps", type=int, default=100, help="training steps a block")
-    parser.add_argument("--calls", type=int, default=50, help="gathers a block (several processes only)")
+    parser.add_argument("--repeats", type=int, default=100, help=f"pairs of blocks; bars need {MIN_RATIOS}")
+    parser.add_argument("--steps", type=int, default=60, help="training steps a block")
+    parser.add_argument("--calls", type=int, default=20, help="gathers a block (several processes only)")
     parser.add_argument("--imports", type=int, default=11, help="pairs of processes that import (one process only)")
     parser.add_argument(
         "--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="contenders next to raw"
@@ -552,7 +601,6 @@ def main() -> None:
     world_size = int(world or 1)
     if args.processes not in (None, world_size):
         raise SystemExit(f"--processes {args.processes} was asked for in a world of {world_size}.")
-    torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate sets the number of threads by itself
     warnings.simplefilter("ignore")
 
@@ -560,70 +608,38 @@ def main() -> None:
     imports = measure_imports(args.only, args.imports) if world_size == 1 and args.imports else []
     trainers = make_trainers(args.only, args.steps, world_size)
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what was loaded so far is left out of the collections between blocks, which then take no time
     steps = measure_steps(trainers, args.repeats, args.steps)
     gathers = measure_gather(trainers, args.repeats, args.calls) if world_size > 1 else {}
-    bars = [*step_bars(steps, world_size), *gather_bars(gathers), *import_bars(imports)]
 
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        told = [word for word in sys.argv[1:] if word != "--json"]
-        if world_size > 1 and args.processes is None:
-            told = ["--processes", str(world_size), *told]
-        command = " ".join(["python", "benchmarks/loop.py", *told])
+    words = [word for word in sys.argv[1:] if word != "--json"]
+    if world_size > 1 and args.processes is None:
+        words = ["--processes", str(world_size), *words]
+    report = Report(
+        processes=world_size,
+        versions=find_versions(),
+        cores=os.cpu_count(),
+        load_before=load_before,
+        steps_per_block=args.steps,
+        calls_per_block=args.calls,
+        step_us=steps,
+        gather_us=gathers,
+        import_ms=imports,
+        bars=[
+            *figure_bars(f"step/{world_size}", steps),
+            *(bar for kind, rows in gathers.items() for bar in figure_bars(f"gather/{kind}", rows)),
+            *import_bars(imports),
+        ],
+        command=" ".join(["python", "benchmarks/loop.py", *words]),
+    )
+    if world_size == 1 or dist.get_rank() == 0:
         if args.json:
-            tell_json(world_size, load_before, steps, gathers, imports, bars, command)
+            print(json.dumps(asdict(report), indent=2))
         else:
-            tell_tables(world_size, args, load_before, steps, gathers, imports, bars, command)
-    if dist.is_initialized():
+            tell(report)
+    if world_size > 1:
         dist.barrier()
-
-
-def tell_json(
-    world_size: int,
-    load: float,
-    steps: list[Figures],
-    gathers: dict[str, list[Figures]],
-    imports: list[ImportCost],
-    bars: list[Bar],
-    command: str,
-) -> None:
-    result = {
-        "processes": world_size,
-        "versions": versions(),
-        "cores": os.cpu_count(),
-        "load_before": load,
-        "step_us": [asdict(row) for row in steps],
-        "gather_us": {kind: [asdict(row) for row in rows] for kind, rows in gathers.items()},
-        "import_ms": [asdict(cost) for cost in imports],
-        "bars": [{**asdict(bar), "verdict": bar.verdict} for bar in bars],
-        "command": command,
-    }
-    print(json.dumps(result, indent=2))
-
-
-def tell_tables(
-    world_size: int,
-    args: argparse.Namespace,
-    load: float,
-    steps: list[Figures],
-    gathers: dict[str, list[Figures]],
-    imports: list[ImportCost],
-    bars: list[Bar],
-    command: str,
-) -> None:
-    console = Console(width=130, soft_wrap=True)
-    console.print(", ".join(f"{name} {version}" for name, version in versions().items()))
-    console.print(f"{os.cpu_count()} cores, 1 thread a process, load before {load:.2f}")
-    plural = "process" if world_size == 1 else "processes"
-    title = f"Training step, {world_size} {plural} ({args.repeats} pairs of blocks of {args.steps} steps)"
-    console.print(figures_table(title, "us/step", steps))
-    for kind, rows in gathers.items():
-        title = f"gather, {kind} ({args.repeats} pairs of blocks of {args.calls} calls)"
-        console.print(figures_table(title, "us/call", rows))
-    if imports:
-        console.print(imports_table(imports))
-    if bars:
-        console.print(bars_table(bars))
-    console.print("Made by:", command)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from lockstep.config import env, resolve
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.topology import current, environments
@@ -29,12 +27,17 @@ from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     _Adapter = logging.LoggerAdapter[logging.Logger]
+    _StreamHandler = logging.StreamHandler[Any]
 else:
-    _Adapter = logging.LoggerAdapter  # takes no type argument before Python 3.11
+    # They take no type argument before Python 3.11.
+    _Adapter, _StreamHandler = logging.LoggerAdapter, logging.StreamHandler
 
 PATIENCE = 2.0
 """Seconds that an ``in_order`` line waits for lower ranks, all in all."""
+_LEAST_PATIENCE = 0.05
 _POLL = 0.005
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -97,20 +100,20 @@ class MultiProcessAdapter(_Adapter):
             return
         caller, between = _caller()
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + between
-        msg, kwargs = self.process(msg, kwargs)
+        msg, passed = self.process(msg, kwargs)
         _ensure_handler(self.logger)
         if main_process_only or not in_order or place.world_size == 1:
-            self.logger.log(level, msg, *args, **kwargs)
+            self.logger.log(level, msg, *args, **passed)
             return
         session = current.peek()
         turn = _Turn(note=_unordered(place.rank)) if session is None else _turns_of(session.group).take(_site(caller))
         try:
-            self.logger.log(level, f"{msg} ({turn.note})" if turn.note else msg, *args, **kwargs)
+            self.logger.log(level, f"{msg} ({turn.note})" if turn.note else msg, *args, **passed)
         finally:
             turn.end()
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Join the adapter's own ``extra`` with the call's, which the base class would drop."""
+        """Join the adapter's own ``extra`` into the call's, which the base class would drop."""
         if self.extra:
             kwargs["extra"] = {**self.extra, **(kwargs.get("extra") or {})}
         return msg, kwargs
@@ -177,7 +180,7 @@ def _site(frame: FrameType | None) -> str:
 # --- the handler of last resort ----------------------------------------------------------------------------------
 
 
-class _OwnHandler(logging.StreamHandler[Any] if TYPE_CHECKING else logging.StreamHandler):
+class _OwnHandler(_StreamHandler):
     """Prints to stderr as long as nobody else handles the record."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -246,16 +249,6 @@ class _Turn:
             self.worker.join(PATIENCE / 20)
 
 
-@dataclass
-class _SiteMemory:
-    """What this rank knows of the others at one line of the script."""
-
-    absent: dict[int, int] = field(default_factory=dict)
-    """Ranks that did not come last time -> how often they would have come by then."""
-    behind: dict[int, int] = field(default_factory=dict)
-    """Ranks that pass this line less often than this one -> by how much."""
-
-
 class _Turns:
     """This process's side of the order, for one group.
 
@@ -269,8 +262,9 @@ class _Turns:
         self._main_store = group.store
         self._rank = group.rank
         self._world_size = group.world_size
-        self._own_store: dist.Store | None = None
-        self._sites: dict[str, _SiteMemory] = {}
+        self._own_store: Store | None = None
+        self._patience: dict[str, float] = {}
+        """Line of the script -> seconds to wait there, where ranks were missing the last time."""
         self._lock = threading.Lock()
 
     def take(self, site: str) -> _Turn:
@@ -301,7 +295,7 @@ class _Turns:
         finally:
             turn.ready.set()
 
-    def _store(self) -> dist.Store:
+    def _store(self) -> Store:
         if self._own_store is None:
             # A connection of its own: one that somebody waits on serves nobody else meanwhile.
             self._own_store = self._main_store.clone()
@@ -310,38 +304,30 @@ class _Turns:
     def _key(self, what: str, site: str, rank: int) -> str:
         return f"log/{what}/{site}/{rank}"
 
-    def _wait(self, store: dist.Store, site: str, started: float) -> str:
+    def _wait(self, store: Store, site: str, started: float) -> str:
         """Wait for the rank before; a note when some lower rank has not come."""
-        memory = self._sites.setdefault(site, _SiteMemory())
-        for rank, expected in memory.absent.items():
-            came = store.add(self._key("came", site, rank), 0)
-            if came < expected - memory.behind.get(rank, 0):  # not late: it skipped that one
-                memory.behind[rank] = expected - came
-        memory.absent.clear()
         mine = store.add(self._key("came", site, self._rank), 1)
         if self._rank == 0:
             return ""
 
-        def missing(what: str, ranks: range) -> list[int]:
-            return [
-                rank for rank in ranks if store.add(self._key(what, site, rank), 0) < mine - memory.behind.get(rank, 0)
-            ]
+        def short(what: str, ranks: range) -> list[int]:
+            return [rank for rank in ranks if store.add(self._key(what, site, rank), 0) < mine]
 
+        patience = self._patience.get(site, PATIENCE)
         # Lower ranks give up a little sooner: those that wait for the same absent one still log in order.
         share = 0.95 - 0.1 * (self._world_size - 1 - self._rank) / self._world_size
         before = range(self._rank - 1, self._rank)
-        while (late := missing("done", before)) and time.monotonic() < started + PATIENCE * share:
+        while (late := short("done", before)) and time.monotonic() < started + patience * share:
             time.sleep(_POLL)
-        absent = missing("came", range(self._rank))
-        memory.absent.update(dict.fromkeys(absent, mine))
-        return _name(absent or late)
-
-
-def _name(ranks: list[int]) -> str:
-    if not ranks:
-        return ""
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return f"in_order: {who} did not log this within {PATIENCE:.0f} s"
+        missing = short("came", range(self._rank)) or late
+        if not missing:
+            self._patience.pop(site, None)
+            return ""
+        # A rank that left this line out once lags behind here for good, which looks the same as being late each time.
+        # So every line says it, but waits for it ever less.
+        self._patience[site] = max(patience / 2, _LEAST_PATIENCE)
+        who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+        return f"in_order: {who} did not log here as often as this rank; waited {time.monotonic() - started:.1f} s"
 
 
 _turns: weakref.WeakKeyDictionary[Group, _Turns] = weakref.WeakKeyDictionary()

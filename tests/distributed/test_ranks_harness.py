@@ -414,8 +414,10 @@ SCRIPT = """
 def test_nothing_survives_a_parent_that_ends_or_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
+    # A killed parent cannot remove its folder of temporary files.
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}
     ends, stalls = (
-        subprocess.Popen([sys.executable, str(script), *args], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, str(script), *args], stdout=subprocess.PIPE, text=True, env=variables)
         for args in ([], ["stall"])
     )
     with ends, stalls:
@@ -431,6 +433,7 @@ def test_nothing_survives_a_parent_that_ends_or_is_killed(tmp_path: Path) -> Non
             assert stalls.communicate(timeout=5)[0] == ""
             assert gone(pids)
             assert gone([int(word) for word in text.split()])
+            assert len(list(tmp_path.glob("lockstep-ranks-*"))) == 2  # those of the killed one
         finally:
             ends.kill()
             stalls.kill()

@@ -51,7 +51,7 @@ class Accumulation:
         self.loaders: list[Loader] = []
         """The loaders that are being iterated, innermost last."""
         self._filled = 0
-        self._settled = True
+        self.settled = True
         self._items: list[float] = []
         self._item_scale: float | None = None
         self._shared: tuple[float, float] | None = None
@@ -69,7 +69,7 @@ class Accumulation:
     def reset(self) -> None:
         """Forget the open window: its gradients are given up."""
         self.step = self._filled = 0
-        self.sync_gradients = self._settled = True
+        self.sync_gradients = self.settled = True
         self.inside = False
         self.divisor = self.num_steps
         self._items, self._shared = [], None
@@ -83,7 +83,7 @@ class Accumulation:
         self._filled += 1
         self.step = 0 if at_end else self.step + 1
         self.sync_gradients = sync = at_end or self.step % self.num_steps == 0
-        self._settled = not (sync and self.exact_tail and self._filled != self.divisor)
+        self.settled = not (sync and self.exact_tail and self._filled != self.divisor)
         return sync
 
     def _window(self, loader: Loader | None) -> int:
@@ -108,15 +108,15 @@ class Accumulation:
                 "Give num_items in all of them, or in none."
             )
         divisor = self.divisor if self.inside else self.num_steps
-        if self.inside and self._settled and self._filled != divisor and self.sync_gradients and self.exact_tail:
+        if self.inside and self.settled and self._filled != divisor and self.sync_gradients and self.exact_tail:
             divisor = self._filled  # an earlier backward of this micro-batch has scaled the window up already
         return loss if divisor == 1 else loss / divisor
 
     def settle(self, parameters: Iterable[Tensor]) -> None:
         """After the backward that closes a window: scale up gradients that were divided by too much."""
-        if self._settled:
+        if self.settled:
             return
-        self._settled = True
+        self.settled = True
         _scale(parameters, self.divisor / self._filled)
 
     # --- weighted means ----------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class Accumulation:
 
     def settle_items(self, group: Group, parameters: Iterable[Tensor]) -> None:
         """Called on: all ranks, after the backward that closes a window. Divide by the items of all ranks."""
-        self._settled = True
+        self.settled = True
         if self._shared is None and self._item_scale is not None:
             total = float(tensors.reduce(group, torch.tensor(sum(self._items), dtype=torch.float64), "sum"))
             factor = self._item_scale * group.world_size / total if total else 1.0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.comm.trees import map_tensors
 from lockstep.config.choices import PrecisionType
 from lockstep.config.handlers import AutocastKwargs, GradScalerKwargs
-from lockstep.errors import ConfigError, NotYetError
+from lockstep.errors import ConfigError
 from lockstep.precision.scaler import LossScaler
 
 _DTYPES = {PrecisionType.FP16: torch.float16, PrecisionType.BF16: torch.bfloat16}
@@ -95,12 +95,6 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
     return MixedForward(model_forward, nullcontext)
 
 
-def parse_precision(value: Any) -> PrecisionType:
-    """The precision asked for, if this release knows it."""
-    mode = PrecisionType.parse(value, "mixed_precision")
-    if mode is PrecisionType.FP8:
-        raise NotYetError("mixed_precision='fp8' is not supported yet. Allowed: 'no', 'fp16', 'bf16'.")
-    return mode
 
 
 def check_device(mode: PrecisionType, device: torch.device) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -76,13 +76,20 @@ class DDP:
         """The user's model."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 
-    def force_sync(self, model: nn.Module) -> None:
-        """Make the next backward average gradients even if its forwards ran without."""
-        if isinstance(model, DistributedDataParallel):
-            model.require_backward_grad_sync = True
-            model.require_forward_param_sync = True
-            # The reducer must be told, or it ignores the backward of a forward that ran under no_sync.
-            model.reducer.prepare_for_backward([])
+    @contextmanager
+    def forced_sync(self, model: nn.Module) -> Iterator[None]:
+        """A region whose backward averages gradients even if its forwards ran without."""
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        before = model.require_backward_grad_sync, model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        # The reducer must be told, or it ignores the backward of a forward that ran under no_sync.
+        model.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync, model.require_forward_param_sync = before
 
     def reattach(self, model: nn.Module) -> None:
         """Point the model at the group's new generation."""

@@ -1,0 +1,108 @@
+"""Lockstep: PyTorch training on one device or many, that says at once when the processes stop marching together.
+
+Names are loaded when they are first used, so that ``import lockstep`` and the command line start without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.accelerator import Accelerator
+    from lockstep.comm.rng import set_seed, synchronize_rng_states
+    from lockstep.config.choices import DDPCommunicationHookType, DistributedType
+    from lockstep.config.handlers import (
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DistributedDataParallelKwargs,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
+    from lockstep.errors import (
+        ConfigError,
+        DistributedOperationException,
+        LockstepError,
+        NotYetError,
+        PeerFailure,
+        TopologyError,
+        UsageError,
+    )
+    from lockstep.progress import tqdm
+    from lockstep.state import AcceleratorState, GradientState, PartialState
+
+__version__ = "0.1.0.dev0"
+
+_PLACES = {
+    "lockstep.accelerator": ("Accelerator",),
+    "lockstep.comm.rng": ("set_seed", "synchronize_rng_states"),
+    "lockstep.config.choices": ("DDPCommunicationHookType", "DistributedType"),
+    "lockstep.config.handlers": (
+        "AutocastKwargs",
+        "DataLoaderConfiguration",
+        "DistributedDataParallelKwargs",
+        "GradScalerKwargs",
+        "GradientAccumulationPlugin",
+        "InitProcessGroupKwargs",
+        "ProfileKwargs",
+        "ProjectConfiguration",
+        "TorchDynamoPlugin",
+    ),
+    "lockstep.errors": (
+        "ConfigError",
+        "DistributedOperationException",
+        "LockstepError",
+        "NotYetError",
+        "PeerFailure",
+        "TopologyError",
+        "UsageError",
+    ),
+    "lockstep.progress": ("tqdm",),
+    "lockstep.state": ("AcceleratorState", "GradientState", "PartialState"),
+}
+_HOME = {name: place for place, names in _PLACES.items() for name in names}
+
+__all__ = [
+    "Accelerator",
+    "AcceleratorState",
+    "AutocastKwargs",
+    "ConfigError",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "DistributedOperationException",
+    "DistributedType",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "GradientState",
+    "InitProcessGroupKwargs",
+    "LockstepError",
+    "NotYetError",
+    "PartialState",
+    "PeerFailure",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "TopologyError",
+    "TorchDynamoPlugin",
+    "UsageError",
+    "__version__",
+    "set_seed",
+    "synchronize_rng_states",
+    "tqdm",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

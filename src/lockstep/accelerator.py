@@ -1,0 +1,684 @@
+"""The facade: resolve what was asked for, build the parts, delegate."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from lockstep.comm import objects, rng, tensors, trees
+from lockstep.config import env
+from lockstep.config.choices import DebugTool, DistributedType, PrecisionType
+from lockstep.config.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from lockstep.config.settings import read_settings
+from lockstep.data.loader import PreparedDataLoader, prepare_loader
+from lockstep.errors import UsageError
+from lockstep.logging import get_logger
+from lockstep.optim import clip, horizon
+from lockstep.optim.accumulation import Accumulation
+from lockstep.optim.guard import refuse_strangers
+from lockstep.optim.optimizer import PreparedOptimizer
+from lockstep.optim.scheduler import PreparedScheduler
+from lockstep.precision import mixed
+from lockstep.precision.profiler import profiler
+from lockstep.state import AcceleratorState, GradientState, settle_precision
+from lockstep.strategies import unwrapping
+from lockstep.strategies.choose import choose
+from lockstep.strategies.compiling import compile_model
+from lockstep.topology import control, current
+from lockstep.topology.memory import empty_cache
+
+logger = get_logger(__name__)
+_numbers = itertools.count()
+_OWNER = "_lockstep_owner"
+_LATER = frozenset(
+    "save save_model save_state load_state get_state_dict register_for_checkpointing register_save_state_pre_hook "
+    "register_load_state_pre_hook skip_first_batches join_uneven_inputs init_trackers get_tracker log trackers "
+    "maybe_context_parallel lomo_backward torch_device_mesh".split()
+)
+"""Names of the known interface that this release does not have."""
+
+
+class Accelerator:
+    """Runs a training script on one device or many.
+
+    Arguments are those of Accelerate, with these additions: ``step_with_optimizer`` is the guides' name for
+    ``step_scheduler_with_optimizer``; ``scheduler_unit="update"`` makes one ``scheduler.step()`` one step on any number
+    of processes; ``debug`` verifies each collective before it runs. Whatever cannot be honoured raises here.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: PrecisionType | str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Iterable[Any] | None = None,
+        log_with: Any = None,
+        project_dir: Any = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool | None = None,
+        kwargs_handlers: Iterable[Any] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        *,
+        step_with_optimizer: bool | None = None,
+        scheduler_unit: str = "process",
+        debug: bool | str | Iterable[str] | None = None,
+    ) -> None:
+        self._settings = settings = read_settings(
+            env.snapshot(),
+            device_placement=device_placement,
+            split_batches=split_batches,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=cpu,
+            dataloader_config=dataloader_config,
+            rng_types=rng_types,
+            project_dir=project_dir,
+            project_config=project_config,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            step_with_optimizer=step_with_optimizer,
+            kwargs_handlers=kwargs_handlers,
+            dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
+            scheduler_unit=scheduler_unit,
+            debug=debug,
+            not_built={
+                "deepspeed_plugin": deepspeed_plugin,
+                "deepspeed_plugins": deepspeed_plugins,
+                "fsdp_plugin": fsdp_plugin,
+                "torch_tp_plugin": torch_tp_plugin,
+                "megatron_lm_plugin": megatron_lm_plugin,
+                "parallelism_config": parallelism_config,
+                "log_with": log_with,
+            },
+        )
+        init = settings.handlers.get(InitProcessGroupKwargs)
+        session = current.require(cpu=cpu, init=init, debug=DebugTool.COLLECTIVES in settings.debug)  # type: ignore[arg-type]
+        self._session, self._topology, self._group = session, session.topology, session.group
+        asked = None if settings.mixed_precision is None else settings.mixed_precision.value
+        mode = PrecisionType(settle_precision(session, asked))
+        mixed.check_device(mode, self.device)
+        self._precision = mixed.Precision(mode, self.device, settings.handler(AutocastKwargs))
+        self._scaler = self._precision.make_scaler(settings.handler(GradScalerKwargs))
+        self._accumulation = Accumulation(settings.accumulation)
+        choice = choose(self._topology, self._group, settings.handler(DistributedDataParallelKwargs))
+        self._strategy, self._strategy_reason = choice.strategy, choice.reason
+        self.dataloader_config = settings.data
+        self.device_placement = settings.device_placement
+        self.project_configuration = settings.project
+        self._models: list[nn.Module] = []
+        self._optimizers: list[PreparedOptimizer] = []
+        self._schedulers: list[PreparedScheduler] = []
+        self._dataloaders: list[PreparedDataLoader] = []
+        self._number = next(_numbers)
+        self._trigger = False
+        self._remove_guard: Callable[[], None] | None = None
+        self._group.on_reform(self._start_again)
+        session.accelerator = self
+
+    def __repr__(self) -> str:
+        return (
+            f"Accelerator({self._topology}; {self._strategy_reason}; mixed precision "
+            f"{self._precision.mode} from {self._settings.precision_source})"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _LATER:
+            raise AttributeError(f"Accelerator.{name} is known from Accelerate, but this release does not have it yet.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    # --- who and where -----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> AcceleratorState:
+        """A view of this process's place and precision."""
+        return AcceleratorState()
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """A view of where accumulation stands."""
+        return GradientState(accumulation=self._accumulation)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._topology.device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of job."""
+        return self._topology.distributed_type
+
+    @property
+    def num_processes(self) -> int:
+        """Processes in the job."""
+        return self._topology.world_size
+
+    @property
+    def process_index(self) -> int:
+        """Number of this process in the job."""
+        return self._topology.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Number of this process on its machine."""
+        return self._topology.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the job's first process."""
+        return self._topology.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is its machine's first process."""
+        return self._topology.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the job's last process."""
+        return self._topology.is_last
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self._topology.world_size > 1
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether there are several processes with an accelerator each."""
+        return self.use_distributed and self.device.type != "cpu"
+
+    @property
+    def mixed_precision(self) -> str:
+        """Precision of the forward pass."""
+        return self._precision.mode.value
+
+    @property
+    def project_dir(self) -> str | None:
+        """The project's folder."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder for trackers' logs."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next checkpoint."""
+        return self.project_configuration.iteration
+
+    # --- data options ------------------------------------------------------------------------------------------
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch is cut between ranks."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads for all."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether samples are repeated so that all ranks get equally many batches."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config = dataclasses.replace(self.dataloader_config, even_batches=bool(value))
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the shuffled order is a function of seed and epoch."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied without waiting."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether torchdata's loader is used."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def rng_types(self) -> list[str]:
+        """Generators put in step at each start of a loader."""
+        return [kind.value for kind in self._settings.rng_types]
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether a prepared scheduler follows the optimizer."""
+        return self._settings.step_with_optimizer
+
+    # --- preparing ---------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
+        """Called on: all ranks. Make models, optimizers, loaders and schedulers ready, in the order given.
+
+        Other objects come back as they are, and so does what this accelerator has prepared before.
+        """
+        places = [None] * len(args) if device_placement is None else device_placement
+        if len(places) != len(args):
+            raise UsageError(f"device_placement has {len(places)} entries for {len(args)} objects. Give one for each.")
+        # Schedulers last: they follow the optimizers prepared with them.
+        made = [self._prepare_one(item, place) for item, place in zip(args, places, strict=True)]
+        made = [self.prepare_scheduler(item) if _is_scheduler(item) else item for item in made]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def _prepare_one(self, item: Any, place: bool | None) -> Any:
+        if isinstance(item, DataLoader):
+            return self.prepare_data_loader(item, device_placement=place)
+        if isinstance(item, nn.Module):
+            return self.prepare_model(item, device_placement=place)
+        if isinstance(item, torch.optim.Optimizer):
+            return self.prepare_optimizer(item, device_placement=place)
+        return item
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Called on: all ranks. One model, on its device, in its precision, averaging gradients over the ranks."""
+        if self._known(model, self._models):
+            return model
+        place = self.device_placement if device_placement is None else device_placement
+        if unwrapping.spans_devices(model):
+            if self.use_distributed and not evaluation_mode:
+                raise UsageError(
+                    "This model is spread over several devices (hf_device_map), and each process needs a whole one. "
+                    "Load it without device_map, or start one process."
+                )
+        elif place:
+            model = model.to(self.device)
+        self._precision.wrap(model)
+        if not evaluation_mode:
+            model = self._strategy.wrap(model)
+        compile_model(model, self._settings.dynamo)
+        model.__dict__[_OWNER] = self._number
+        self._models.append(model)
+        return model
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> PreparedOptimizer:
+        """One optimizer, stepping only when an update is due."""
+        if isinstance(optimizer, PreparedOptimizer) and self._known(optimizer, self._optimizers):
+            return optimizer
+        for prepared in self._optimizers:
+            if prepared.optimizer is optimizer:
+                return prepared
+        made = PreparedOptimizer(optimizer, self._accumulation, self._scaler)
+        self._optimizers.append(made)
+        return made
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """One learning rate scheduler, following the optimizer it was made for."""
+        if isinstance(scheduler, PreparedScheduler) and self._known(scheduler, self._schedulers):
+            return scheduler
+        target = getattr(scheduler, "optimizer", None)
+        own = [prepared for prepared in self._optimizers if target is prepared or target is prepared.optimizer]
+        made = PreparedScheduler(
+            scheduler,
+            own or self._optimizers,
+            self._accumulation,
+            with_optimizer=self._settings.step_with_optimizer,
+            unit=self._settings.scheduler_unit,
+            processes=1 if self.split_batches else self.num_processes,
+            announce=self._announce_horizon,
+        )
+        self._schedulers.append(made)
+        return made
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> PreparedDataLoader:
+        """One loader: this rank's share of it."""
+        if slice_fn_for_dispatch is not None:
+            raise UsageError("slice_fn_for_dispatch belongs to dispatch_batches, which is not supported yet.")
+        if isinstance(data_loader, PreparedDataLoader) and self._known(data_loader, self._dataloaders):
+            return data_loader
+        place = self.device_placement if device_placement is None else device_placement
+        made = prepare_loader(
+            data_loader,
+            self._topology,
+            self.dataloader_config,
+            device=self.device if place else None,
+            open_loaders=self._accumulation.loaders,
+            synchronize=self._synchronize_loader,
+        )
+        self._dataloaders.append(made)
+        return made
+
+    def _synchronize_loader(self, generator: torch.Generator | None) -> None:
+        wanted = [kind for kind in self._settings.rng_types if kind.value != "generator" or generator is not None]
+        rng.synchronize(self._group, self.device, wanted, generator)
+
+    def _known(self, item: Any, mine: list[Any]) -> bool:
+        """Whether this accelerator has prepared the item; another one's is an error."""
+        if any(item is other for other in mine):
+            return True
+        foreign = isinstance(item, (PreparedOptimizer, PreparedScheduler, PreparedDataLoader))
+        if foreign or (self._strategy.unwrap(item) is not item and _OWNER in item.__dict__):
+            raise UsageError(
+                f"This {type(item).__name__} was prepared by another Accelerator, or before free_memory(). "
+                "Pass the original object, or use one Accelerator for all of them."
+            )
+        return False
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The user's model, out of what ``prepare`` put around it."""
+        return unwrapping.unwrap(model, self._strategy, keep_fp32_wrapper, keep_torch_compile)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether the model is spread over several devices."""
+        return unwrapping.spans_devices(model)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Let go of everything that was prepared, and of the device's cache; gives a None for each object."""
+        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
+            kept.clear()
+        if self._scaler is not None:
+            self._scaler.forget()
+        self._accumulation.loaders.clear()
+        self._accumulation.reset()
+        empty_cache()
+        return [None] * len(objects)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """The same as ``free_memory``."""
+        return self.free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Leave the job."""
+        current.reset()
+
+    def _start_again(self) -> None:
+        """After a new generation: attach the models to it, and give up the open window."""
+        for model in self._models:
+            self._strategy.reattach(model)
+        self._accumulation.reset()
+
+    # --- training ----------------------------------------------------------------------------------------------
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch completes an update."""
+        return self._accumulation.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._accumulation.sync_gradients = bool(value)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update."""
+        return self._accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self._accumulation.set_steps(value)
+
+    @property
+    def step(self) -> int:
+        """Micro-batches since the last end of a loader."""
+        return self._accumulation.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._accumulation.step = value
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Torch's loss scaler; None unless training in fp16."""
+        return None if self._scaler is None else self._scaler.torch_scaler
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer's last update was dropped because of an fp16 overflow."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """One micro-batch: gradients stay on this rank until the one that completes an update."""
+        if self._accumulation.num_steps > 1 and self._remove_guard is None:
+            self._remove_guard = refuse_strangers(self._accumulation, self._optimizers)
+        return _MicroBatch(self, models)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A region in which backward leaves the model's gradients on this rank."""
+        return self._strategy.no_sync(model) or nullcontext()
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A region whose backward averages the gradients of forwards that ran under ``no_sync``."""
+        return self._strategy.forced_sync(model)
+
+    def backward(self, loss: Tensor, *, num_items: Any = None, **kwargs: Any) -> None:
+        """Called on: all ranks. Backward of a loss that is a mean, scaled for the accumulation window.
+
+        ``num_items``, the tokens or samples that the mean is over, weights it across micro-batches and ranks, so that
+        the gradient is that of the mean over all items, however they are split.
+        """
+        accumulation = self._accumulation
+        if num_items is None:
+            loss = accumulation.scaled(loss)
+        else:
+            loss = accumulation.weighted(self._group, loss, num_items)
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        try:
+            loss.backward(**kwargs)
+        except RuntimeError as error:
+            if self._group.is_consequence(error):
+                raise self._group.explain(error, "averaging gradients") from None
+            raise
+        if accumulation.sync_gradients:
+            if num_items is not None:
+                accumulation.settle_items(self._group, self._parameters())
+            elif not accumulation.settled:
+                accumulation.settle(self._parameters())
+
+    def _parameters(self) -> list[Tensor]:
+        """What is being trained: the parameters of prepared models and optimizers, each once."""
+        found = {id(parameter): parameter for model in self._models for parameter in model.parameters()}
+        found.update((id(parameter), parameter) for item in self._optimizers for parameter in item.parameters())
+        return list(found.values())
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Take fp16's loss scale out of the gradients; nothing in other precisions."""
+        if self._scaler is None or not self._accumulation.sync_gradients:
+            return
+        chosen = self._optimizers if optimizer is None else optimizer
+        for item in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+            self._scaler.unscale(item.optimizer if isinstance(item, PreparedOptimizer) else item)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip the norm of the gradients and give it as it was; nothing is clipped while an update is not due."""
+        self.unscale_gradients()
+        due = self._accumulation.sync_gradients
+        scale = 1.0 if due or self._scaler is None else self._scaler.current()
+        chosen = [parameters] if isinstance(parameters, Tensor) else parameters
+        return clip.clip_norm(chosen, max_norm, norm_type, due=due, scale=scale)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each gradient value; nothing is clipped while an update is not due."""
+        self.unscale_gradients()
+        if self._accumulation.sync_gradients:
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """A region that computes in the accelerator's precision."""
+        return self._precision.autocast(autocast_handler)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """A region recorded by torch's profiler."""
+        return profiler(profile_handler or self._settings.handler(ProfileKwargs), self.process_index)
+
+    def _announce_horizon(self, scheduler: PreparedScheduler) -> None:
+        loader, length = self._accumulation.active_loader, horizon.schedule_length(scheduler.scheduler)
+        if length is None or not isinstance(loader, PreparedDataLoader) or not self._settings.step_with_optimizer:
+            return
+        try:
+            batches = len(loader)
+        except TypeError:
+            return
+        updates = -(-batches // self._accumulation.num_steps)
+        line = horizon.judge(length, updates * scheduler.steps_per_update, loader.batches_before, batches)
+        if line is not None:
+            logger.warning(line)
+
+    # --- talking to other ranks --------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Called on: all ranks. Each tensor of the structure from all ranks, joined along the first dimension."""
+        return tensors.gather(self._group, tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Called on: all ranks. The same, without the samples that were repeated to fill the last batch."""
+        leaves, _ = trees.flatten(input_data)
+        if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            data = objects.gather_object(self._group, input_data)
+        else:
+            data = self.gather(input_data)
+        loader = self._accumulation.active_loader
+        if not self.use_distributed or loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
+            return data
+        real = slice(loader.remainder)
+        if isinstance(data, list) and data and not isinstance(data[0], Tensor):
+            return data[real]
+        return trees.map_tensors(lambda leaf: leaf[real] if leaf.ndim else leaf, data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Called on: all ranks. Each tensor of the structure summed (or averaged) over the ranks."""
+        return tensors.reduce(self._group, tensor, reduction, scale)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int | float = 0, pad_first: bool = False
+    ) -> Any:
+        """Called on: all ranks. Each tensor padded to its largest size on any rank."""
+        return tensors.pad_across_processes(self._group, tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Say on this rank that something has happened that all ranks should learn of."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Called on: all ranks. Whether any rank has set the trigger since the last check."""
+        raised = bool(tensors.reduce(self._group, torch.tensor(int(self._trigger), device=self.device), "sum"))
+        if raised:
+            self._trigger = False
+        return raised
+
+    set_breakpoint = set_trigger
+    check_breakpoint = check_trigger
+
+    def wait_for_everyone(self) -> None:
+        """Called on: all ranks. Wait until every rank is here."""
+        self._group.barrier()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per machine."""
+        control.print_here(self._topology, *args, **kwargs)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's part of a list, tuple, tensor or mapping of these."""
+        yield control.share(inputs, self._topology, apply_padding)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Called on: all ranks. The job's first process runs the block before the others."""
+        return self.state.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Called on: all ranks. Each machine's first process runs the block before the others."""
+        return self.state.local_main_process_first()
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """A function that only the job's first process runs."""
+        return self.on_main_process if function is None else self.state.on_main_process(function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """A function that only each machine's first process runs."""
+        return self.on_local_main_process if function is None else self.state.on_local_main_process(function)
+
+    def on_last_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """A function that only the job's last process runs."""
+        return self.on_last_process if function is None else self.state.on_last_process(function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """A function that only the process of this number runs."""
+        return self.state.on_process(function, process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """A function that only the process of this number on each machine runs."""
+        return self.state.on_local_process(function, local_process_index)
+
+
+def _is_scheduler(item: Any) -> bool:
+    return isinstance(item, (LRScheduler, PreparedScheduler))
+
+
+class _MicroBatch(AbstractContextManager[None]):
+    """One micro-batch of an accumulation window; a class, because entering a generator costs twice as much."""
+
+    __slots__ = ("_accelerator", "_held", "_models")
+
+    def __init__(self, accelerator: Accelerator, models: tuple[nn.Module, ...]) -> None:
+        self._accelerator = accelerator
+        self._models = models
+        self._held: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        accumulation = self._accelerator._accumulation
+        if accumulation.inside:
+            raise UsageError("accelerator.accumulate() is open already. Pass several models to one: accumulate(a, b).")
+        sync = accumulation.advance()
+        accumulation.inside = True
+        if not sync and not accumulation.sync_each_batch:
+            for model in self._models:
+                held = self._accelerator._strategy.no_sync(model)
+                if held is not None:
+                    held.__enter__()
+                    self._held.append(held)
+
+    def __exit__(self, *exception: Any) -> None:
+        accumulation = self._accelerator._accumulation
+        accumulation.inside = False
+        accumulation.leave()
+        while self._held:
+            self._held.pop().__exit__(*exception)

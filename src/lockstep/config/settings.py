@@ -1,0 +1,272 @@
+"""Everything an Accelerator was asked for, checked in one go before any process group is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from lockstep.config import env
+from lockstep.config.choices import DebugTool, PrecisionType, RNGType, SchedulerUnit
+from lockstep.config.handlers import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    check_steps,
+    sort_handlers,
+)
+from lockstep.config.resolve import resolve
+from lockstep.errors import ConfigError, NotYetError
+
+Value = TypeVar("Value")
+Handler = TypeVar("Handler", bound=KwargsHandler)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is in force for one Accelerator."""
+
+    device_placement: bool
+    """Whether models and batches are moved to the device."""
+    cpu: bool | None
+    """Whether the CPU is used even where an accelerator is present; None when nothing was said."""
+    mixed_precision: PrecisionType | None
+    """Precision of the forward pass; None when nothing was said."""
+    precision_source: str
+    """Where the precision came from."""
+    accumulation: GradientAccumulationPlugin
+    """How gradients are accumulated."""
+    data: DataLoaderConfiguration
+    """How loaders are shared."""
+    project: ProjectConfiguration
+    """Where files go."""
+    handlers: Mapping[type[KwargsHandler], KwargsHandler]
+    """Options for parts of torch."""
+    dynamo: TorchDynamoPlugin
+    """How models are compiled."""
+    rng_types: tuple[RNGType, ...]
+    """Generators put in step at each start of a loader."""
+    step_with_optimizer: bool
+    """Whether a prepared scheduler follows the optimizer."""
+    scheduler_unit: SchedulerUnit
+    """What one scheduler step means."""
+    debug: frozenset[DebugTool]
+    """Checks that are switched on."""
+
+    def handler(self, kind: type[Handler]) -> Handler:
+        """The options of one kind, or their defaults."""
+        return self.handlers.get(kind) or kind()  # type: ignore[return-value]
+
+
+class _Problems:
+    """Collects what is wrong, so that the user hears of all of it at once."""
+
+    def __init__(self) -> None:
+        self.found: list[ConfigError] = []
+
+    def attempt(self, read: Callable[[], Value], instead: Value) -> Value:
+        try:
+            return read()
+        except ConfigError as error:
+            self.found.append(error)
+            return instead
+
+    def refuse(self, given: bool, text: str) -> None:
+        if given:
+            self.found.append(NotYetError(text))
+
+    def raise_any(self) -> None:
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            raise ConfigError.of([str(problem) for problem in self.found])
+
+
+def read_settings(
+    environ: Mapping[str, str],
+    *,
+    device_placement: bool,
+    split_batches: bool | None,
+    mixed_precision: Any,
+    gradient_accumulation_steps: int | None,
+    cpu: bool | None,
+    dataloader_config: DataLoaderConfiguration | None,
+    rng_types: Iterable[Any] | None,
+    project_dir: Any,
+    project_config: ProjectConfiguration | None,
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None,
+    step_scheduler_with_optimizer: bool | None,
+    step_with_optimizer: bool | None,
+    kwargs_handlers: Iterable[Any] | None,
+    dynamo_backend: Any,
+    dynamo_plugin: TorchDynamoPlugin | None,
+    scheduler_unit: Any,
+    debug: Any,
+    not_built: Mapping[str, Any],
+) -> Settings:
+    """Check every argument and variable; raise once for all that cannot be honoured."""
+    problems = _Problems()
+    for name, value in not_built.items():
+        problems.refuse(value is not None, f"{name}={value!r} is not supported yet. Leave it out.")
+    for name, engine in env.UNBUILT.items():
+        asked = name in environ and problems.attempt(lambda name=name: env.parse_flag(environ[name], name), False)  # type: ignore[misc]
+        problems.refuse(asked, f"{name}={environ.get(name)!r} asks for {engine}, which is not supported yet. Unset it.")
+    for name, flag in (("device_placement", device_placement), ("split_batches", split_batches), ("cpu", cpu)):
+        problems.attempt(lambda name=name, flag=flag: _flag(name, flag), None)  # type: ignore[misc]
+    precision = problems.attempt(
+        lambda: resolve("mixed_precision", mixed_precision, None, environ, lambda text, _: text), None
+    )
+    mode = problems.attempt(
+        lambda: None if precision is None or precision.value is None else _precision(precision.value), None
+    )
+    settings = Settings(
+        device_placement=device_placement,
+        cpu=cpu,
+        mixed_precision=mode,
+        precision_source="default" if precision is None else precision.source,
+        accumulation=problems.attempt(
+            lambda: _accumulation(gradient_accumulation_steps, gradient_accumulation_plugin, environ),
+            GradientAccumulationPlugin(),
+        ),
+        data=problems.attempt(lambda: _data(split_batches, dataloader_config), DataLoaderConfiguration()),
+        project=problems.attempt(lambda: _project(project_dir, project_config), ProjectConfiguration()),
+        handlers=problems.attempt(lambda: sort_handlers(kwargs_handlers), {}),
+        dynamo=problems.attempt(lambda: _dynamo(dynamo_backend, dynamo_plugin, environ), TorchDynamoPlugin()),
+        rng_types=problems.attempt(lambda: _rng(rng_types), ()),
+        step_with_optimizer=problems.attempt(
+            lambda: _with_optimizer(step_scheduler_with_optimizer, step_with_optimizer), True
+        ),
+        scheduler_unit=problems.attempt(
+            lambda: SchedulerUnit.parse(scheduler_unit, "scheduler_unit"), SchedulerUnit.PROCESS
+        ),
+        debug=problems.attempt(lambda: read_debug(debug, environ), frozenset()),
+    )
+    problems.raise_any()
+    return settings
+
+
+def _flag(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} must be True or False.")
+
+
+def _precision(value: Any) -> PrecisionType:
+    mode = PrecisionType.parse(value, "mixed_precision")
+    if mode is PrecisionType.FP8:
+        raise NotYetError("mixed_precision='fp8' is not supported yet. Allowed: 'no', 'fp16', 'bf16'.")
+    return mode
+
+
+def _accumulation(
+    steps: int | None, plugin: GradientAccumulationPlugin | None, environ: Mapping[str, str]
+) -> GradientAccumulationPlugin:
+    if steps is not None:
+        check_steps(steps, "gradient_accumulation_steps")
+    if plugin is not None:
+        _kind("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
+        if steps not in (None, 1, plugin.num_steps):
+            raise ConfigError(
+                f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin.num_steps={plugin.num_steps} "
+                "are both set. Give one of them."
+            )
+        steps = plugin.num_steps if plugin.num_steps is not None else steps
+    found = resolve("gradient_accumulation_steps", steps, 1, environ, env.parse_int)
+    number = check_steps(found.value, "gradient_accumulation_steps")
+    return replace(plugin or GradientAccumulationPlugin(), num_steps=number)
+
+
+def _kind(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is a {type(value).__name__}. Give a {kind.__name__}.")
+
+
+def _data(split_batches: bool | None, options: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
+    if options is None:
+        return DataLoaderConfiguration(split_batches=bool(split_batches))
+    _kind("dataloader_config", options, DataLoaderConfiguration)
+    if split_batches is not None and split_batches != options.split_batches:
+        raise ConfigError(
+            f"split_batches={split_batches} contradicts dataloader_config.split_batches={options.split_batches}. "
+            "Give one of them."
+        )
+    return options
+
+
+def _project(project_dir: Any, options: ProjectConfiguration | None) -> ProjectConfiguration:
+    if options is None:
+        return ProjectConfiguration(project_dir=None if project_dir is None else str(project_dir))
+    _kind("project_config", options, ProjectConfiguration)
+    if project_dir is not None:
+        if options.project_dir not in (None, str(project_dir)):
+            raise ConfigError(
+                f"project_dir={project_dir!r} contradicts project_config.project_dir={options.project_dir!r}. "
+                "Give one of them."
+            )
+        options.set_directories(project_dir)
+    return options
+
+
+def _dynamo(backend: Any, plugin: TorchDynamoPlugin | None, environ: Mapping[str, str]) -> TorchDynamoPlugin:
+    if plugin is not None:
+        _kind("dynamo_plugin", plugin, TorchDynamoPlugin)
+        if backend is not None:
+            raise ConfigError(f"dynamo_backend={backend!r} and dynamo_plugin are both set. Give one of them.")
+        return plugin
+    text = resolve("dynamo_backend", backend, "no", environ, lambda text, _: text).value
+
+    def flag(setting: str) -> bool | None:
+        return resolve(setting, None, None, environ, env.parse_flag).value  # type: ignore[arg-type]
+
+    return TorchDynamoPlugin(
+        backend=text,
+        mode=resolve("dynamo_mode", None, None, environ, lambda text, _: text).value,
+        fullgraph=flag("dynamo_use_fullgraph"),
+        dynamic=flag("dynamo_use_dynamic"),
+        use_regional_compilation=flag("dynamo_use_regional_compilation"),
+    )
+
+
+def _rng(types: Iterable[Any] | None) -> tuple[RNGType, ...]:
+    if types is None:
+        return (RNGType.GENERATOR,)
+    if isinstance(types, str):
+        raise ConfigError(f"rng_types={types!r} must be a list, such as ['generator', 'torch'].")
+    return tuple(RNGType.parse(kind, "rng_types") for kind in types)
+
+
+def _with_optimizer(known: bool | None, guides: bool | None) -> bool:
+    if known is not None and guides is not None and known != guides:
+        raise ConfigError(
+            f"step_scheduler_with_optimizer={known} contradicts step_with_optimizer={guides}: they are two names of "
+            "one setting. Give one of them."
+        )
+    for name, value in (("step_scheduler_with_optimizer", known), ("step_with_optimizer", guides)):
+        _flag(name, value)
+    return next((value for value in (known, guides) if value is not None), True)
+
+
+def read_debug(argument: Any, environ: Mapping[str, str]) -> frozenset[DebugTool]:
+    """The debug tools in force, from the argument or the environment."""
+    return resolve("debug", parse_debug(argument, "debug"), frozenset(), environ, _debug_text).value
+
+
+def parse_debug(value: Any, name: str) -> frozenset[DebugTool] | None:
+    """The debug tools asked for: True, False, a tool's name, or a list of names; None when nothing was said."""
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        return frozenset((DebugTool.COLLECTIVES,)) if value else frozenset()
+    names = [value] if isinstance(value, str) else list(value)
+    tools = frozenset(DebugTool.parse(tool, name) for tool in names)
+    if DebugTool.UNDERFLOW_OVERFLOW in tools:
+        raise NotYetError(f"{name}='underflow_overflow' is not supported yet. Allowed: True, False, 'collectives'.")
+    return tools
+
+
+def _debug_text(text: str, name: str) -> frozenset[DebugTool]:
+    try:
+        return parse_debug(env.parse_flag(text, name), name) or frozenset()
+    except ConfigError:
+        return parse_debug([part.strip() for part in text.split(",")], name) or frozenset()

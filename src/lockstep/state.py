@@ -1,0 +1,341 @@
+"""Read-only views of what this process is and does, under the names scripts know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from lockstep.config.choices import DebugTool, DistributedType
+from lockstep.config.env import snapshot
+from lockstep.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
+from lockstep.config.settings import read_debug
+from lockstep.errors import ConfigError, UsageError
+from lockstep.optim.accumulation import Accumulation
+from lockstep.topology import control, current
+from lockstep.topology.group import Group
+from lockstep.topology.topology import Topology
+
+
+class PartialState:
+    """This process's place in the job. The first one of a process joins the job.
+
+    Keyword arguments are those of the process group: ``backend``, ``init_method``, ``timeout``.
+    """
+
+    def __init__(self, cpu: bool | None = None, **kwargs: Any) -> None:
+        unknown = sorted(set(kwargs) - {"backend", "init_method", "timeout"})
+        if unknown:
+            raise ConfigError(f"{type(self).__name__} got {', '.join(unknown)}. Allowed: backend, init_method, timeout.")
+        init = InitProcessGroupKwargs(**kwargs) if kwargs else None
+        debug = None if current.peek() else DebugTool.COLLECTIVES in read_debug(None, snapshot())
+        self._session = current.require(cpu=cpu, init=init, debug=debug)
+
+    @property
+    def _topology(self) -> Topology:
+        return self._session.topology
+
+    @property
+    def _group(self) -> Group:
+        return self._session.group
+
+    @property
+    def initialized(self) -> bool:
+        """Whether this process has joined its job."""
+        return current.peek() is self._session
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._topology.device
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device that this machine offers when nothing is asked for."""
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+    @property
+    def backend(self) -> str | None:
+        """What the processes talk over."""
+        return self._group.backend if self.use_distributed else None
+
+    @property
+    def debug(self) -> bool:
+        """Whether each collective is verified before it runs."""
+        return self._group.debug
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of job."""
+        return self._topology.distributed_type
+
+    @property
+    def num_processes(self) -> int:
+        """Processes in the job."""
+        return self._topology.world_size
+
+    @property
+    def process_index(self) -> int:
+        """Number of this process in the job."""
+        return self._topology.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Number of this process on its machine."""
+        return self._topology.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the job's first process."""
+        return self._topology.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is its machine's first process."""
+        return self._topology.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the job's last process."""
+        return self._topology.is_last
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self._topology.world_size > 1
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that only the job's first process runs."""
+        return control.only_on(self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that only each machine's first process runs."""
+        return control.only_on(self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that only the job's last process runs."""
+        return control.only_on(self.is_last_process, function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """A function that only the process of this number runs."""
+        return _chosen("process_index", process_index, self.process_index, self.num_processes, function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """A function that only the process of this number on each machine runs."""
+        local = self._topology.local_world_size
+        return _chosen("local_process_index", local_process_index, self.local_process_index, local, function)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Called on: all ranks. The job's first process runs the block before the others."""
+        return control.first(self._group, self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Called on: all ranks. Each machine's first process runs the block before the others."""
+        return control.first(self._group, self.is_local_main_process)
+
+    def wait_for_everyone(self) -> None:
+        """Called on: all ranks. Wait until every rank is here."""
+        self._group.barrier()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per machine."""
+        control.print_here(self._topology, *args, **kwargs)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's part of a list, tuple, tensor or mapping of these."""
+        yield control.share(inputs, self._topology, apply_padding)
+
+    def set_device(self) -> None:
+        """Make this process's device torch's current one."""
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device.index or 0)
+
+    def destroy_process_group(self) -> None:
+        """Leave the job."""
+        current.reset()
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Leave the job and forget it (for tests)."""
+        current.reset()
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type}\nBackend: {self.backend}\n"
+            f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
+            f"Why: {self._topology.reason}; {self._topology.device_reason}\n"
+        )
+
+
+def _chosen(
+    name: str, wanted: int | None, here: int, count: int, function: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    if wanted is None or not 0 <= wanted < count:
+        raise ConfigError(f"{name}={wanted} is not a process here. Allowed: 0 to {count - 1}.")
+    if function is None:
+        return lambda later: control.only_on(here == wanted, later)
+    return control.only_on(here == wanted, function)
+
+
+class AcceleratorState(PartialState):
+    """The same, with the precision that the process's Accelerator settled."""
+
+    def __init__(self, mixed_precision: str | None = None, cpu: bool | None = None, **kwargs: Any) -> None:
+        super().__init__(cpu=cpu, **kwargs)
+        settle_precision(self._session, mixed_precision)
+
+    @property
+    def mixed_precision(self) -> str:
+        """Precision of the forward pass."""
+        return self._session.mixed_precision or "no"
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        session = current.peek()
+        if reset_partial_state:
+            current.reset()
+        elif session is not None:
+            session.mixed_precision = None
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"
+
+
+def settle_precision(session: current.Session, asked: str | None) -> str:
+    """The precision of this process: the first that is asked for stays."""
+    if session.mixed_precision is None:
+        session.mixed_precision = asked or "no"
+    elif asked is not None and asked != session.mixed_precision:
+        raise ConfigError(
+            f"mixed_precision={asked!r}: this process already trains with mixed_precision="
+            f"{session.mixed_precision!r}. The first Accelerator of a process settles it; pass it there, or leave it "
+            "out here."
+        )
+    return session.mixed_precision
+
+
+class _PluginKwargs(dict[str, Any]):
+    """The accumulation options as a dict; what is written takes effect."""
+
+    def __init__(self, accumulation: Accumulation) -> None:
+        super().__init__(accumulation.plugin.to_kwargs(), num_steps=accumulation.num_steps)
+        self._accumulation = accumulation
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "num_steps":
+            self._accumulation.set_steps(value)
+        elif name in ("adjust_scheduler", "sync_with_dataloader", "sync_each_batch"):
+            setattr(self._accumulation, name, bool(value))
+        else:
+            raise ConfigError(
+                f"plugin_kwargs[{name!r}] is not an option of gradient accumulation. Allowed: num_steps, "
+                "adjust_scheduler, sync_with_dataloader, sync_each_batch."
+            )
+        super().__setitem__(name, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+
+class GradientState:
+    """Where gradient accumulation stands. Without an accumulation it is a view of the newest Accelerator's."""
+
+    def __init__(
+        self,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        *,
+        accumulation: Accumulation | None = None,
+    ) -> None:
+        session = current.peek()
+        if accumulation is None and session is not None and session.accelerator is not None:
+            accumulation = session.accelerator._accumulation
+        if accumulation is not None and gradient_accumulation_plugin is not None:
+            raise UsageError(
+                "GradientState is a view of an Accelerator; give the plugin to "
+                "Accelerator(gradient_accumulation_plugin=…)."
+            )
+        self._accumulation = accumulation or Accumulation(gradient_accumulation_plugin or GradientAccumulationPlugin())
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches per update."""
+        return self._accumulation.num_steps
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether a scheduler counts micro-batches it does not step on."""
+        return self._accumulation.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the end of the loader closes the window."""
+        return self._accumulation.sync_with_dataloader
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch completes an update."""
+        return self._accumulation.sync_gradients
+
+    @property
+    def initialized(self) -> bool:
+        """True: a view always has something to show."""
+        return True
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """False: XLA is not supported yet."""
+        return False
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The options; writing to them takes effect."""
+        return _PluginKwargs(self._accumulation)
+
+    @plugin_kwargs.setter
+    def plugin_kwargs(self, value: dict[str, Any]) -> None:
+        _PluginKwargs(self._accumulation).update(value)
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The loader whose batch is being worked on."""
+        return self._accumulation.active_loader
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The loaders that are being iterated; None first, as scripts know it."""
+        return [None, *self._accumulation.loaders]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return self._accumulation.active_loader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch being worked on is its loader's last."""
+        loader = self._accumulation.active_loader
+        return loader is not None and loader.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Real samples in the last global batch; -1 when unknown."""
+        loader = self._accumulation.active_loader
+        return -1 if loader is None else loader.remainder
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """Say by hand whether this micro-batch completes an update."""
+        self._accumulation.sync_gradients = bool(sync_gradients)
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync gradients: {self.sync_gradients}\nAt end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\nGradient accumulation steps: {self.num_steps}\n"
+        )
+

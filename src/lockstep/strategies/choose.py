@@ -1,0 +1,53 @@
+"""Which strategy, and why."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+
+from lockstep.config.handlers import DistributedDataParallelKwargs
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.single import Single
+from lockstep.topology.group import Group
+from lockstep.topology.topology import Topology
+
+
+class Strategy(Protocol):
+    """What differs between the ways to train a model on several processes."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Called on: all ranks. The model, ready to be trained."""
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None] | None:
+        """A region in which backward leaves the gradients on this rank; None where there is nothing to hold back."""
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The user's model."""
+
+    def forced_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A region whose backward averages gradients even if its forwards ran without."""
+
+    def reattach(self, model: nn.Module) -> None:
+        """Point the model at the group's new generation."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy and the reason for it."""
+
+    strategy: Strategy
+    """What to train with."""
+    reason: str
+    """Why, in words."""
+
+
+def choose(topology: Topology, group: Group, ddp: DistributedDataParallelKwargs) -> Choice:
+    """The strategy for this job."""
+    if topology.world_size == 1:
+        return Choice(Single(), "one process, so the model is used as it is")
+    return Choice(
+        DDP(topology, group, ddp), f"{topology.world_size} processes, so DDP averages gradients over {topology.backend}"
+    )

@@ -1,0 +1,30 @@
+"""One process: nothing to average."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+
+
+class Single:
+    """The model as it is."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model itself."""
+        return model
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None] | None:
+        """None: there is no synchronisation to hold back."""
+        return None
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The model itself."""
+        return model
+
+    def forced_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Nothing to force."""
+        return nullcontext()
+
+    def reattach(self, model: nn.Module) -> None:
+        """Nothing to attach."""

@@ -1,0 +1,30 @@
+"""The import place scripts know for collectives. Nothing lives here."""
+
+from lockstep.comm.free import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+)
+from lockstep.comm.trees import concatenate, find_batch_size, recursively_apply, send_to_device, slice_tensors
+from lockstep.errors import DistributedOperationException
+from lockstep.precision.mixed import convert_outputs_to_fp32, convert_to_fp32
+
+__all__ = [
+    "DistributedOperationException",
+    "broadcast",
+    "broadcast_object_list",
+    "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "find_batch_size",
+    "gather",
+    "gather_object",
+    "pad_across_processes",
+    "recursively_apply",
+    "reduce",
+    "send_to_device",
+    "slice_tensors",
+]
