@@ -611,7 +611,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # what was loaded so far is left out of the collections between blocks, which then take no time
     steps = measure_steps(trainers, args.repeats, args.steps)
-    gathers = measure_gather(trainers, args.repeats, args.calls) if world_size > 1 else {}
+    gathers = measure_gather(trainers, 3 * args.repeats, args.calls) if world_size > 1 else {}
 
     words = [word for word in sys.argv[1:] if word != "--json"]
     if world_size > 1 and args.processes is None:

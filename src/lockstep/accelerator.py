@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.comm import objects, rng, tensors, trees
 from lockstep.config import env
-from lockstep.config.choices import DebugTool, DistributedType, PrecisionType
+from lockstep.config.choices import DebugTool, PrecisionType
 from lockstep.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -42,21 +42,22 @@ from lockstep.state import AcceleratorState, GradientState, settle_precision
 from lockstep.strategies import unwrapping
 from lockstep.strategies.choose import choose
 from lockstep.strategies.compiling import compile_model
-from lockstep.topology import control, current
+from lockstep.topology import current
 from lockstep.topology.memory import empty_cache
+from lockstep.topology.view import ProcessView
 
 logger = get_logger(__name__)
 _numbers = itertools.count()
 _OWNER = "_lockstep_owner"
-_LATER = frozenset(
-    "save save_model save_state load_state get_state_dict register_for_checkpointing register_save_state_pre_hook "
-    "register_load_state_pre_hook skip_first_batches join_uneven_inputs init_trackers get_tracker log trackers "
-    "maybe_context_parallel lomo_backward torch_device_mesh".split()
+_LATER = (
+    "save, save_model, save_state, load_state, get_state_dict, register_for_checkpointing, skip_first_batches, "
+    "register_save_state_pre_hook, register_load_state_pre_hook, join_uneven_inputs, init_trackers, get_tracker, "
+    "log, trackers, maybe_context_parallel, lomo_backward, torch_device_mesh"
 )
 """Names of the known interface that this release does not have."""
 
 
-class Accelerator:
+class Accelerator(ProcessView):
     """Runs a training script on one device or many.
 
     Arguments are those of Accelerate, with these additions: ``step_with_optimizer`` is the guides' name for
@@ -152,7 +153,7 @@ class Accelerator:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name in _LATER:
+        if name in _LATER.split(", "):
             raise AttributeError(f"Accelerator.{name} is known from Accelerate, but this release does not have it yet.")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -167,51 +168,6 @@ class Accelerator:
     def gradient_state(self) -> GradientState:
         """A view of where accumulation stands."""
         return GradientState(accumulation=self._accumulation)
-
-    @property
-    def device(self) -> torch.device:
-        """Where this process computes."""
-        return self._topology.device
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """The kind of job."""
-        return self._topology.distributed_type
-
-    @property
-    def num_processes(self) -> int:
-        """Processes in the job."""
-        return self._topology.world_size
-
-    @property
-    def process_index(self) -> int:
-        """Number of this process in the job."""
-        return self._topology.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """Number of this process on its machine."""
-        return self._topology.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the job's first process."""
-        return self._topology.is_main
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is its machine's first process."""
-        return self._topology.is_local_main
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the job's last process."""
-        return self._topology.is_last
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are several processes."""
-        return self._topology.world_size > 1
 
     @property
     def multi_device(self) -> bool:
@@ -513,9 +469,9 @@ class Accelerator:
 
     def _parameters(self) -> list[Tensor]:
         """What is being trained: the parameters of prepared models and optimizers, each once."""
-        found = {id(parameter): parameter for model in self._models for parameter in model.parameters()}
-        found.update((id(parameter), parameter) for item in self._optimizers for parameter in item.parameters())
-        return list(found.values())
+        of_models = (parameter for model in self._models for parameter in model.parameters())
+        of_optimizers = (parameter for optimizer in self._optimizers for parameter in optimizer.parameters())
+        return list({id(parameter): parameter for parameter in (*of_models, *of_optimizers)}.values())
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Take fp16's loss scale out of the gradients; nothing in other precisions."""
@@ -604,49 +560,6 @@ class Accelerator:
 
     set_breakpoint = set_trigger
     check_breakpoint = check_trigger
-
-    def wait_for_everyone(self) -> None:
-        """Called on: all ranks. Wait until every rank is here."""
-        self._group.barrier()
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per machine."""
-        control.print_here(self._topology, *args, **kwargs)
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's part of a list, tuple, tensor or mapping of these."""
-        yield control.share(inputs, self._topology, apply_padding)
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Called on: all ranks. The job's first process runs the block before the others."""
-        return self.state.main_process_first()
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Called on: all ranks. Each machine's first process runs the block before the others."""
-        return self.state.local_main_process_first()
-
-    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """A function that only the job's first process runs."""
-        return self.on_main_process if function is None else self.state.on_main_process(function)
-
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """A function that only each machine's first process runs."""
-        return self.on_local_main_process if function is None else self.state.on_local_main_process(function)
-
-    def on_last_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """A function that only the job's last process runs."""
-        return self.on_last_process if function is None else self.state.on_last_process(function)
-
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """A function that only the process of this number runs."""
-        return self.state.on_process(function, process_index)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Any:
-        """A function that only the process of this number on each machine runs."""
-        return self.state.on_local_process(function, local_process_index)
 
 
 def _is_scheduler(item: Any) -> bool:

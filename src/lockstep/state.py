@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from lockstep.config.choices import DebugTool, DistributedType
+from lockstep.config.choices import DebugTool
 from lockstep.config.env import snapshot
 from lockstep.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
 from lockstep.config.settings import read_debug
 from lockstep.errors import ConfigError, UsageError
 from lockstep.optim.accumulation import Accumulation
-from lockstep.topology import control, current
-from lockstep.topology.group import Group
-from lockstep.topology.topology import Topology
+from lockstep.topology import current
+from lockstep.topology.view import ProcessView
 
 
-class PartialState:
+class PartialState(ProcessView):
     """This process's place in the job. The first one of a process joins the job.
 
     Keyword arguments are those of the process group: ``backend``, ``init_method``, ``timeout``.
@@ -28,28 +25,18 @@ class PartialState:
     def __init__(self, cpu: bool | None = None, **kwargs: Any) -> None:
         unknown = sorted(set(kwargs) - {"backend", "init_method", "timeout"})
         if unknown:
-            raise ConfigError(f"{type(self).__name__} got {', '.join(unknown)}. Allowed: backend, init_method, timeout.")
+            raise ConfigError(
+                f"{type(self).__name__} got {', '.join(unknown)}. Allowed: backend, init_method, timeout."
+            )
         init = InitProcessGroupKwargs(**kwargs) if kwargs else None
         debug = None if current.peek() else DebugTool.COLLECTIVES in read_debug(None, snapshot())
-        self._session = current.require(cpu=cpu, init=init, debug=debug)
-
-    @property
-    def _topology(self) -> Topology:
-        return self._session.topology
-
-    @property
-    def _group(self) -> Group:
-        return self._session.group
+        self._session = session = current.require(cpu=cpu, init=init, debug=debug)
+        self._topology, self._group = session.topology, session.group
 
     @property
     def initialized(self) -> bool:
         """Whether this process has joined its job."""
         return current.peek() is self._session
-
-    @property
-    def device(self) -> torch.device:
-        """Where this process computes."""
-        return self._topology.device
 
     @property
     def default_device(self) -> torch.device:
@@ -65,90 +52,6 @@ class PartialState:
     def debug(self) -> bool:
         """Whether each collective is verified before it runs."""
         return self._group.debug
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """The kind of job."""
-        return self._topology.distributed_type
-
-    @property
-    def num_processes(self) -> int:
-        """Processes in the job."""
-        return self._topology.world_size
-
-    @property
-    def process_index(self) -> int:
-        """Number of this process in the job."""
-        return self._topology.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """Number of this process on its machine."""
-        return self._topology.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the job's first process."""
-        return self._topology.is_main
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is its machine's first process."""
-        return self._topology.is_local_main
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the job's last process."""
-        return self._topology.is_last
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are several processes."""
-        return self._topology.world_size > 1
-
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that only the job's first process runs."""
-        return control.only_on(self.is_main_process, function)
-
-    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that only each machine's first process runs."""
-        return control.only_on(self.is_local_main_process, function)
-
-    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that only the job's last process runs."""
-        return control.only_on(self.is_last_process, function)
-
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """A function that only the process of this number runs."""
-        return _chosen("process_index", process_index, self.process_index, self.num_processes, function)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Any:
-        """A function that only the process of this number on each machine runs."""
-        local = self._topology.local_world_size
-        return _chosen("local_process_index", local_process_index, self.local_process_index, local, function)
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Called on: all ranks. The job's first process runs the block before the others."""
-        return control.first(self._group, self.is_main_process)
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Called on: all ranks. Each machine's first process runs the block before the others."""
-        return control.first(self._group, self.is_local_main_process)
-
-    def wait_for_everyone(self) -> None:
-        """Called on: all ranks. Wait until every rank is here."""
-        self._group.barrier()
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per machine."""
-        control.print_here(self._topology, *args, **kwargs)
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's part of a list, tuple, tensor or mapping of these."""
-        yield control.share(inputs, self._topology, apply_padding)
 
     def set_device(self) -> None:
         """Make this process's device torch's current one."""
@@ -171,16 +74,6 @@ class PartialState:
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
             f"Why: {self._topology.reason}; {self._topology.device_reason}\n"
         )
-
-
-def _chosen(
-    name: str, wanted: int | None, here: int, count: int, function: Callable[..., Any] | None
-) -> Callable[..., Any]:
-    if wanted is None or not 0 <= wanted < count:
-        raise ConfigError(f"{name}={wanted} is not a process here. Allowed: 0 to {count - 1}.")
-    if function is None:
-        return lambda later: control.only_on(here == wanted, later)
-    return control.only_on(here == wanted, function)
 
 
 class AcceleratorState(PartialState):
@@ -239,7 +132,7 @@ class _PluginKwargs(dict[str, Any]):
             )
         super().__setitem__(name, value)
 
-    def update(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def update(self, *args: Any, **kwargs: Any) -> None:
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
@@ -338,4 +231,3 @@ class GradientState:
             f"Sync gradients: {self.sync_gradients}\nAt end of current dataloader: {self.end_of_dataloader}\n"
             f"Extra samples added: {self.remainder}\nGradient accumulation steps: {self.num_steps}\n"
         )
-

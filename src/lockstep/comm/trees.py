@@ -164,7 +164,9 @@ def walk_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from walk_paths(value, path + step)
 
 
-def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | list[str] | None = None) -> Any:
+def send_to_device(
+    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | list[str] | None = None
+) -> Any:
     """The structure on another device. ``skip_keys`` names mapping keys that stay where they are.
 
     Leaves with a ``to(device)`` method of their own (packed sequences, batch encodings) are moved too.

@@ -217,7 +217,7 @@ def _dynamo(backend: Any, plugin: TorchDynamoPlugin | None, environ: Mapping[str
     text = resolve("dynamo_backend", backend, "no", environ, lambda text, _: text).value
 
     def flag(setting: str) -> bool | None:
-        return resolve(setting, None, None, environ, env.parse_flag).value  # type: ignore[arg-type]
+        return resolve(setting, None, None, environ, env.parse_flag).value
 
     return TorchDynamoPlugin(
         backend=text,

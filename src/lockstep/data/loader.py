@@ -56,11 +56,6 @@ class PreparedDataLoader(DataLoader[Any]):
         return getattr(self.inner, name)
 
     @property
-    def multiprocessing_context(self) -> Any:
-        """As in the wrapped loader."""
-        return self.inner.multiprocessing_context
-
-    @property
     def total_batch_size(self) -> int | None:
         """Samples that all ranks work on at a time."""
         return self._total_batch_size
@@ -83,7 +78,7 @@ class PreparedDataLoader(DataLoader[Any]):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._synchronize is not None:
             self._synchronize(sampler_generator(self.inner))
         self._close()
@@ -159,7 +154,7 @@ def prepare_loader(
 
 
 def _shard(inner: DataLoader[Any], topology: Topology, options: DataLoaderConfiguration) -> None:
-    place = {"rank": topology.rank, "world_size": topology.world_size, "even": options.even_batches}
+    place: dict[str, Any] = {"rank": topology.rank, "world_size": topology.world_size, "even": options.even_batches}
     split = options.split_batches
     changes: dict[str, Any] = {}
     if isinstance(inner.dataset, IterableDataset):
@@ -194,7 +189,7 @@ def _make_seedable(inner: DataLoader[Any], seed: int | None) -> None:
     inner.__dict__["sampler"] = fresh
     if inner.batch_sampler is not None:
         copied = copy.copy(inner.batch_sampler)
-        copied.sampler = fresh
+        copied.sampler = fresh  # type: ignore[attr-defined]
         inner.__dict__["batch_sampler"] = copied
 
 

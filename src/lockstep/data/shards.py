@@ -106,7 +106,7 @@ def _count(inner: BatchSampler) -> int:
     """How many indices a batch sampler gives in all; its last batch counts as it really is where that is known."""
     sampler = getattr(inner, "sampler", None)
     if type(inner) is BatchSampler and sampler is not None:
-        total = len(sampler)  # type: ignore[arg-type]
+        total = len(sampler)
         return total - total % inner.batch_size if inner.drop_last else total
     return len(inner) * inner.batch_size
 
@@ -146,7 +146,15 @@ class ShardedIterable(IterableDataset[Any]):
     """This rank's items of an iterable data set. Every rank reads the whole stream and keeps its part."""
 
     def __init__(
-        self, inner: Any, *, batch_size: int | None, drop_last: bool, rank: int, world_size: int, split: bool, even: bool
+        self,
+        inner: Any,
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+        rank: int,
+        world_size: int,
+        split: bool,
+        even: bool,
     ) -> None:
         self.inner = inner
         share = check_split(batch_size, world_size) if split else (batch_size or 1)

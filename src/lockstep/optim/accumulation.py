@@ -129,7 +129,9 @@ class Accumulation:
         """
         count = _count(num_items)
         if self.num_steps > 1 and not self.inside:
-            raise UsageError("backward(num_items=…) with gradient accumulation belongs inside accelerator.accumulate().")
+            raise UsageError(
+                "backward(num_items=…) with gradient accumulation belongs inside accelerator.accumulate()."
+            )
         if self._filled > 1 and not self._items:
             raise UsageError(
                 "backward with num_items follows one without in the same accumulation window. "

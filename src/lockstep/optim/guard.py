@@ -25,7 +25,7 @@ def refuse_strangers(accumulation: Accumulation, prepared: Sequence[PreparedOpti
         elif window.inside and window.num_steps > 1 and all(item.optimizer is not optimizer for item in prepared):
             raise UsageError(
                 f"A {type(optimizer).__name__} that was not prepared is stepped inside accelerator.accumulate(), whose "
-                f"window is {window.num_steps}: it would step on every micro-batch, on gradients that are not complete. "
+                f"window is {window.num_steps}: it would step on every micro-batch, on incomplete gradients. "
                 "Pass it to accelerator.prepare()."
             )
 

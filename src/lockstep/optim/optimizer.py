@@ -38,7 +38,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if scaler is not None:
             scaler.watch(optimizer)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, if an update is due."""
         if not self._accumulation.sync_gradients:
             return None
@@ -53,7 +53,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self.optimizer.zero_grad(set_to_none)
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The wrapped optimizer's state."""
         return self.optimizer.state
 
@@ -62,7 +62,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer.state = value
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's parameter groups."""
         return self.optimizer.param_groups
 
@@ -71,7 +71,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer.param_groups = value
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
 

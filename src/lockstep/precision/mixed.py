@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -55,17 +55,14 @@ class MixedForward:
     def __init__(self, forward: Callable[..., Any], autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         self.forward = forward
         self._autocast = autocast
-        functools.update_wrapper(self, forward)
-        # A link to the class's own function would be followed by copies into the first model.
-        del self.__wrapped__
+        self.__doc__ = forward.__doc__
 
     @property
-    def __signature__(self) -> Any:
-        import inspect
-
+    def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward in mixed precision; outputs in fp32."""
         with self._autocast():
             outputs = self.forward(*args, **kwargs)
         return convert_to_fp32(outputs)
@@ -93,8 +90,6 @@ def convert_to_fp32(tensor: Any) -> Any:
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """A forward whose outputs come back in fp32."""
     return MixedForward(model_forward, nullcontext)
-
-
 
 
 def check_device(mode: PrecisionType, device: torch.device) -> None:

@@ -48,6 +48,7 @@ class DDP:
             return model  # nothing to average; torch would refuse it
         _check_same_model(self._group, model)
         options = self._options
+        buffers: dict[str, Any] = {_BUFFER_OPTION: options.broadcast_buffers}
         _send_weights(self._group, model, options.broadcast_buffers)
         wrapped = DistributedDataParallel(
             model,
@@ -55,7 +56,7 @@ class DDP:
             process_group=self._group.pg,
             init_sync=False,  # done above, in a way that can be left and that names what differs
             dim=options.dim,
-            **{_BUFFER_OPTION: options.broadcast_buffers},
+            **buffers,
             bucket_cap_mb=options.bucket_cap_mb,
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
@@ -99,16 +100,16 @@ class DDP:
 
 # --- gradients on their way --------------------------------------------------------------------------------------
 
-Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[Any]]
+Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
-def _owned(group: Group, hook: Hook | None, state: Any) -> Callable[[Any, dist.GradBucket], torch.futures.Future[Any]]:
+def _owned(group: Group, hook: Hook | None, state: Any) -> Callable[[Any, Any], torch.futures.Future[Any]]:
     """A hook whose futures we own, so that a backward that waits for a failed rank can be made to return."""
     world_size = group.world_size
     options = dist.AllreduceOptions()
     pending = group.pending
 
-    def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
+    def average(_: Any, bucket: Any) -> torch.futures.Future[Any]:
         group.check("averaging gradients")
         promise: torch.futures.Future[Any] = torch.futures.Future()
         key = id(promise)

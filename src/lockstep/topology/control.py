@@ -76,16 +76,25 @@ def share(inputs: Any, topology: Topology, apply_padding: bool = False) -> Any:
     start = topology.rank * base + min(topology.rank, extra)
     end = start + base + (topology.rank < extra)
     longest = base + (extra > 0)
-    part = inputs.select(range(start, end)) if hasattr(inputs, "select") and hasattr(inputs, "features") else inputs[start:end]
+    part = (
+        inputs.select(range(start, end))
+        if hasattr(inputs, "select") and hasattr(inputs, "features")
+        else inputs[start:end]
+    )
     missing = longest - (end - start)
     if not apply_padding or missing == 0 or length == 0:
         return part
     return _padded(inputs, part, missing, start, end)
 
 
+def _is_dataset(inputs: Any) -> bool:
+    """Whether this is a data set of the datasets library, whose slices are plain dicts."""
+    return hasattr(inputs, "select") and hasattr(inputs, "features")
+
+
 def _padded(inputs: Any, part: Any, missing: int, start: int, end: int) -> Any:
     if isinstance(part, torch.Tensor):
         return torch.cat([part, inputs[-1:].expand(missing, *inputs.shape[1:])])
-    if hasattr(inputs, "select") and hasattr(inputs, "features"):
+    if _is_dataset(inputs):
         return inputs.select([*range(start, end), *[len(inputs) - 1] * missing])
     return part + inputs[-1:] * missing

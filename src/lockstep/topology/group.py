@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lockstep.errors import PeerFailure, TopologyError
 from lockstep.topology import sockets
@@ -84,8 +85,8 @@ class Group:
         self.memo: dict[Any, Any] = {}
         """What the collectives remember between calls of one generation."""
         self._pg: Any = None
-        self._store: dist.Store | None = None
-        self._side: dist.Store | None = None
+        self._store: Store | None = None
+        self._side: Store | None = None
         self._cause: Cause | None = None
         self._lock = threading.Lock()
         self._watcher: _Watcher | None = None
@@ -115,7 +116,7 @@ class Group:
             group._adopt()
         else:
             store = _open_store(topology, init_method, group.timeout)
-            group._store = dist.PrefixStore(f"lockstep/attempt_{topology.restart_count}", store)
+            group._store = PrefixStore(f"lockstep/attempt_{topology.restart_count}", store)
             group._join()
             group._owned = True
             group._hosts_store = topology.rank == 0 and topology.world_size > 1 and not topology.agent_store
@@ -133,7 +134,7 @@ class Group:
             )
         self._pg = dist.group.WORLD
         self.backend = dist.get_backend()
-        self._store = dist.PrefixStore("lockstep", dist.distributed_c10d._get_default_store())
+        self._store = PrefixStore("lockstep", dist.distributed_c10d._get_default_store())
         self._meet("adopt")
         self._learn_ports(sockets.list_fds())
 
@@ -144,7 +145,7 @@ class Group:
         bound = self.device if self.device.type == "cuda" else None
         dist.init_process_group(
             self.backend,
-            store=dist.PrefixStore(f"generation_{self.generation}", self._root),
+            store=PrefixStore(f"generation_{self.generation}", self._root),
             rank=self.rank,
             world_size=self.world_size,
             timeout=self.timeout,
@@ -172,12 +173,12 @@ class Group:
         return self._pg
 
     @property
-    def store(self) -> dist.Store:
+    def store(self) -> Store:
         """A store that all ranks share, and that outlives generations."""
         return self._root
 
     @property
-    def _root(self) -> dist.Store:
+    def _root(self) -> Store:
         if self._store is None:
             raise TopologyError("This process is not part of a job of several processes.")
         return self._store
@@ -272,7 +273,7 @@ class Group:
         cause = Cause(**json.loads(told))
         self._ended(self.generation, cause)
         for peer in range(self.world_size):
-            self._root.set(self._key(f"wake/{peer}"), told)
+            self._root.set(self._key(f"wake/{peer}"), told)  # type: ignore[arg-type]
         return cause
 
     def _ended(self, generation: int, cause: Cause) -> None:
@@ -356,7 +357,7 @@ class Group:
         key = self._key(f"wake/{self.rank}")
         if self._side is None:
             # One connection for all generations: now and then the server takes 5 s to accept a new one.
-            self._side = self._root.clone()
+            self._side = self._root.clone()  # type: ignore[attr-defined]
         self._watcher = _Watcher(self._root, self._side, key, lambda cause: self._ended(generation, cause))
 
     def _unwatch(self) -> None:
@@ -392,7 +393,7 @@ class Group:
 class _Watcher:
     """A thread that waits for its rank to be woken, on its own store connection."""
 
-    def __init__(self, store: dist.Store, side: dist.Store, key: str, tell: Callable[[Cause], None]) -> None:
+    def __init__(self, store: Store, side: Store, key: str, tell: Callable[[Cause], None]) -> None:
         self._store = store
         self._side = side
         self._key = key
@@ -422,15 +423,15 @@ class _Watcher:
         self._thread.join(timeout=5)
 
 
-def _open_store(topology: Topology, init_method: str | None, timeout: timedelta) -> dist.Store:
+def _open_store(topology: Topology, init_method: str | None, timeout: timedelta) -> Store:
     """Called on: all ranks. The store that the job's ranks share."""
     url = init_method or f"tcp://{topology.main_address}:{topology.main_port}"
     if init_method is None and topology.main_address is None and topology.world_size == 1:
-        return dist.HashStore()
+        return dist.HashStore()  # type: ignore[attr-defined]
     if url.startswith("env://"):
         url = f"tcp://{topology.main_address}:{topology.main_port}"
     try:
-        store, _, _ = next(dist.rendezvous(url, topology.rank, topology.world_size, timeout=timeout))
+        store, _, _ = next(dist.rendezvous(url, topology.rank, topology.world_size, timeout=timeout))  # type: ignore[attr-defined]
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         reason = str(error).strip().splitlines()[0]
         raise TopologyError(
