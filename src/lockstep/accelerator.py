@@ -32,7 +32,7 @@ from lockstep.data.loader import PreparedDataLoader, prepare_loader
 from lockstep.errors import UsageError
 from lockstep.logging import get_logger
 from lockstep.optim import clip, horizon
-from lockstep.optim.accumulation import Accumulation
+from lockstep.optim.accumulation import Accumulation, silenced
 from lockstep.optim.guard import refuse_strangers
 from lockstep.optim.optimizer import PreparedOptimizer
 from lockstep.optim.scheduler import PreparedScheduler
@@ -123,7 +123,8 @@ class Accelerator(ProcessView):
             },
         )
         init = settings.handlers.get(InitProcessGroupKwargs)
-        session = current.require(cpu=cpu, init=init, debug=DebugTool.COLLECTIVES in settings.debug)  # type: ignore[arg-type]
+        debug_mode = True if DebugTool.COLLECTIVES in settings.debug else None  # a second Accelerator does not end it
+        session = current.require(cpu=cpu, init=init, debug=debug_mode)  # type: ignore[arg-type]
         self._session, self._topology, self._group = session, session.topology, session.group
         asked = None if settings.mixed_precision is None else settings.mixed_precision.value
         mode = PrecisionType(settle_precision(session, asked))
@@ -142,7 +143,7 @@ class Accelerator(ProcessView):
         self._dataloaders: list[PreparedDataLoader] = []
         self._number = next(_numbers)
         self._trigger = False
-        self._remove_guard: Callable[[], None] | None = None
+        self._guarded = False
         self._group.on_reform(self._start_again)
         session.accelerator = self
 
@@ -270,6 +271,9 @@ class Accelerator(ProcessView):
         """Called on: all ranks. One model, on its device, in its precision, averaging gradients over the ranks."""
         if self._known(model, self._models):
             return model
+        for prepared in self._models:
+            if self._strategy.unwrap(prepared) is model:
+                return prepared
         place = self.device_placement if device_placement is None else device_placement
         if unwrapping.spans_devices(model):
             if self.use_distributed and not evaluation_mode:
@@ -298,17 +302,20 @@ class Accelerator(ProcessView):
                 return prepared
         made = PreparedOptimizer(optimizer, self._accumulation, self._scaler)
         self._optimizers.append(made)
+        for scheduler in self._schedulers:
+            scheduler.adopt(made)
         return made
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """One learning rate scheduler, following the optimizer it was made for."""
         if isinstance(scheduler, PreparedScheduler) and self._known(scheduler, self._schedulers):
             return scheduler
-        target = getattr(scheduler, "optimizer", None)
-        own = [prepared for prepared in self._optimizers if target is prepared or target is prepared.optimizer]
+        for prepared in self._schedulers:
+            if prepared.scheduler is scheduler:
+                return prepared
         made = PreparedScheduler(
             scheduler,
-            own or self._optimizers,
+            self._optimizers,
             self._accumulation,
             with_optimizer=self._settings.step_with_optimizer,
             unit=self._settings.scheduler_unit,
@@ -371,6 +378,7 @@ class Accelerator(ProcessView):
         if self._scaler is not None:
             self._scaler.forget()
         self._accumulation.loaders.clear()
+        self._accumulation.optimizers.clear()
         self._accumulation.reset()
         empty_cache()
         return [None] * len(objects)
@@ -430,8 +438,9 @@ class Accelerator(ProcessView):
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """One micro-batch: gradients stay on this rank until the one that completes an update."""
-        if self._accumulation.num_steps > 1 and self._remove_guard is None:
-            self._remove_guard = refuse_strangers(self._accumulation, self._optimizers)
+        if self._accumulation.num_steps > 1 and not self._guarded:
+            self._guarded = True
+            refuse_strangers(self._accumulation)
         return _MicroBatch(self, models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -456,7 +465,11 @@ class Accelerator(ProcessView):
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         try:
-            loss.backward(**kwargs)
+            if num_items is not None and not num_items:
+                with silenced(self._parameters()):
+                    loss.backward(**kwargs)
+            else:
+                loss.backward(**kwargs)
         except RuntimeError as error:
             if self._group.is_consequence(error):
                 raise self._group.explain(error, "averaging gradients") from None
@@ -483,17 +496,25 @@ class Accelerator(ProcessView):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip the norm of the gradients and give it as it was; nothing is clipped while an update is not due."""
-        self.unscale_gradients()
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self.unscale_gradients(self._owners(chosen))
         due = self._accumulation.sync_gradients
         scale = 1.0 if due or self._scaler is None else self._scaler.current()
-        chosen = [parameters] if isinstance(parameters, Tensor) else parameters
         return clip.clip_norm(chosen, max_norm, norm_type, due=due, scale=scale)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each gradient value; nothing is clipped while an update is not due."""
-        self.unscale_gradients()
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self.unscale_gradients(self._owners(chosen))
         if self._accumulation.sync_gradients:
-            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+            torch.nn.utils.clip_grad_value_(chosen, clip_value)
+
+    def _owners(self, parameters: list[Tensor]) -> list[PreparedOptimizer]:
+        """The optimizers of these parameters: another one's gradients may not be complete yet."""
+        if self._scaler is None:
+            return []
+        wanted = {id(parameter) for parameter in parameters}
+        return [item for item in self._optimizers if any(id(owned) in wanted for owned in item.parameters())]
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """A region that computes in the accelerator's precision."""

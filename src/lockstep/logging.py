@@ -298,7 +298,7 @@ class _Turns:
     def _store(self) -> Store:
         if self._own_store is None:
             # A connection of its own: one that somebody waits on serves nobody else meanwhile.
-            self._own_store = self._main_store.clone()
+            self._own_store = self._main_store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
         return self._own_store
 
     def _key(self, what: str, site: str, rank: int) -> str:

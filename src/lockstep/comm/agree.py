@@ -99,7 +99,7 @@ def agree(group: Group, step: Callable[[], Value]) -> Agreement[Value]:
         group.end(_line(error))
     clear_frames(error)
     if group.leaving:
-        raise error if isinstance(error, PeerFailure) else PeerFailure(_line(error)) from error
+        raise error if isinstance(error, PeerFailure) else group.explain(error, "running a common step") from error
     failures = _recover(group, scope, failure)
     return Agreement(failures=failures, error=error if failure is not None else None)
 

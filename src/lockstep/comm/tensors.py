@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import trees, verify
-from lockstep.comm.wire import all_gather_bytes, gather_host
+from lockstep.comm.wire import all_gather, gather_host
 from lockstep.errors import ConfigError
 from lockstep.topology.group import Group
 
@@ -39,55 +39,78 @@ class _Slot:
     shape: torch.Size
 
 
-@dataclass(frozen=True)
 class _Plan:
-    """Where all leaves of one signature lie."""
+    """Where all leaves of one signature lie, and the buffers they travel in.
 
-    slots: tuple[_Slot, ...]
-    nbytes: int
-    device: torch.device
-    buffer: Tensor | None
-    views: list[Tensor]
+    Small buffers and the views into them are kept for the next call: making views costs more than copying.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], device: torch.device, world_size: int) -> None:
+        slots, offset = [], 0
+        for leaf in leaves:
+            nbytes = leaf.numel() * leaf.element_size()
+            slots.append(_Slot(offset, nbytes, leaf.dtype, leaf.shape))
+            offset += -(-nbytes // _ALIGN) * _ALIGN
+        self.slots = tuple(slots)
+        self.nbytes = offset
+        self.device = device
+        self._world_size = world_size
+        self._kept = offset * (world_size + 1) <= _KEEP_BYTES
+        self._sending: tuple[Tensor, list[Tensor]] | None = None
+        self._receiving: tuple[Tensor, list[Tensor]] | None = None
+
+    def sending(self) -> tuple[Tensor, list[Tensor]]:
+        """A buffer for one rank's leaves, and each leaf's place in it."""
+        if self._sending is not None:
+            return self._sending
+        # A buffer made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+            made = (
+                buffer,
+                [buffer.narrow(0, slot.offset, slot.nbytes).view(slot.dtype).view(slot.shape) for slot in self.slots],
+            )
+        if self._kept:
+            self._sending = made
+        return made
+
+    def receiving(self) -> tuple[Tensor, list[Tensor]]:
+        """A buffer for all ranks' leaves, and each leaf's place in it, with one row per rank."""
+        if self._receiving is not None:
+            return self._receiving
+        with torch.inference_mode(False):
+            buffer = torch.empty((self._world_size, self.nbytes), dtype=torch.uint8, device=self.device)
+            made = (
+                buffer.view(-1),
+                [
+                    buffer.narrow(1, slot.offset, slot.nbytes).view(slot.dtype).view(-1, *(slot.shape or (1,)))
+                    if slot.nbytes
+                    else torch.empty((self._world_size, *slot.shape), dtype=slot.dtype, device=self.device)
+                    for slot in self.slots
+                ],
+            )
+        if self._kept:
+            self._receiving = made
+        return made
 
     def pack(self, leaves: Sequence[Tensor]) -> Tensor:
         """The leaves as one buffer of bytes."""
-        buffer, views = self.buffer, self.views
-        if buffer is None:
-            buffer, views = _allocate(self.slots, self.nbytes, self.device)
-        torch._foreach_copy_(views, list(leaves))
+        buffer, places = self.sending()
+        torch._foreach_copy_(places, [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves])
         return buffer
 
 
-def _allocate(slots: Sequence[_Slot], nbytes: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    # A buffer made in inference mode could not be written to outside of it.
-    with torch.inference_mode(False):
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return buffer, [_leaf_of(buffer, slot) for slot in slots]
-
-
-def _leaf_of(buffer: Tensor, slot: _Slot) -> Tensor:
-    return buffer.narrow(0, slot.offset, slot.nbytes).view(slot.dtype).view(slot.shape)
-
-
-def _plan(group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...]) -> _Plan:
-    plan = group.memo.get(signature)
+def _plan(group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...] | None) -> _Plan:
+    plan = None if signature is None else group.memo.get(signature)
     if plan is None:
-        if len(group.memo) >= _MAX_PLANS:
-            group.memo.clear()
-        plan = group.memo[signature] = _make_plan(group, leaves)
+        kinds = {leaf.device for leaf in leaves}
+        device = kinds.pop() if len(kinds) == 1 else group.device
+        plan = _Plan(leaves, device, group.world_size)
+        if signature is not None:
+            if len(group.memo) >= _MAX_PLANS:
+                group.memo.clear()
+            group.memo[signature] = plan
     return plan
-
-
-def _make_plan(group: Group, leaves: Sequence[Tensor]) -> _Plan:
-    slots, offset = [], 0
-    for leaf in leaves:
-        nbytes = leaf.numel() * leaf.element_size()
-        slots.append(_Slot(offset, nbytes, leaf.dtype, leaf.shape))
-        offset += -(-nbytes // _ALIGN) * _ALIGN
-    kinds = {leaf.device for leaf in leaves}
-    device = kinds.pop() if len(kinds) == 1 else group.device
-    buffer, views = _allocate(slots, offset, device) if offset <= _KEEP_BYTES else (None, [])
-    return _Plan(tuple(slots), offset, device, buffer, views)
 
 
 def _dense(leaf: Tensor) -> Tensor:
@@ -97,7 +120,6 @@ def _dense(leaf: Tensor) -> Tensor:
 # --- gather ------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def gather(group: Group, tree: Any) -> Any:
     """Called on: all ranks. Each tensor of the structure from all ranks, joined along the first dimension.
 
@@ -106,35 +128,43 @@ def gather(group: Group, tree: Any) -> Any:
     if group.world_size == 1:
         return tree
     group.check("gathering tensors")
+    if isinstance(tree, Tensor):
+        if group.debug:
+            verify.check(group, "gather", tree)
+        return _gather_one(group, tree)
     leaves, signature = trees.flatten(tree)
     trees.require_tensors(leaves, tree, "gather")
     if group.debug:
         verify.check(group, "gather", tree)
-    if len(leaves) == 1:
-        return trees.unflatten(tree, iter([_gather_one(group, _dense(leaves[0]))]))
-    return trees.unflatten(tree, iter([rows.flatten(0, 1) for rows in _gather_rows(group, leaves, signature)]))
+    rows = _gather_rows(group, leaves, signature)
+    return trees.unflatten(tree, iter([_joined(row) for row in rows]))
 
 
 def _gather_one(group: Group, leaf: Tensor) -> Tensor:
+    leaf = _dense(leaf.detach())
     rows = (group.world_size * leaf.shape[0], *leaf.shape[1:]) if leaf.ndim else (group.world_size,)
     result = torch.empty(rows, dtype=leaf.dtype, device=leaf.device)
     if leaf.numel():
-        all_gather_bytes(group, result.view(-1), leaf.contiguous().view(-1))
+        all_gather(group, result, leaf if leaf.is_contiguous() else leaf.contiguous())
     return result
 
 
+def _joined(rows: Tensor) -> Tensor:
+    """The ranks' rows as one tensor with memory of its own."""
+    joined = rows.flatten(0, 1)
+    return joined.clone() if joined._is_view() else joined
+
+
 def _gather_rows(group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...]) -> list[Tensor]:
-    """Per leaf, a tensor with one row per rank, all by one collective."""
+    """Called on: all ranks. Per leaf, one row per rank, by one collective; the memory is the plan's."""
     leaves = [_dense(leaf) for leaf in leaves]
     plan = _plan(group, leaves, signature)
-    packed = torch.empty((group.world_size, plan.nbytes), dtype=torch.uint8, device=plan.device)
+    buffer, rows = plan.receiving()
     if plan.nbytes:
-        all_gather_bytes(group, packed.view(-1), plan.pack(leaves))
-    rows = []
-    for slot, leaf in zip(plan.slots, leaves, strict=True):
-        row = packed.narrow(1, slot.offset, slot.nbytes).view(slot.dtype).view(group.world_size, *(slot.shape or (1,)))
-        rows.append(row if leaf.device == plan.device else row.to(leaf.device))
-    return rows
+        all_gather(group, buffer, plan.pack(leaves))
+    if all(leaf.device == plan.device for leaf in leaves):
+        return rows
+    return [row.to(leaf.device) for row, leaf in zip(rows, leaves, strict=True)]
 
 
 # --- reduce ------------------------------------------------------------------------------------------------------
@@ -216,16 +246,18 @@ def broadcast_leaves(
 
     Without a signature the plan is not remembered.
     """
-    plan = _make_plan(group, leaves) if signature is None else _plan(group, leaves, signature)
+    plan = _plan(group, leaves, signature)
     if not plan.nbytes:
         return
-    packed = plan.pack(leaves)
+    packed, places = plan.sending()
+    with torch.no_grad():
+        torch._foreach_copy_(places, list(leaves))
     options = dist.BroadcastOptions()
     options.rootRank = from_process
     group.wait(group.pg.broadcast([packed], options), "broadcasting tensors")
     if group.rank != from_process:
         with torch.no_grad():
-            torch._foreach_copy_(list(leaves), [_leaf_of(packed, slot) for slot in plan.slots])
+            torch._foreach_copy_(list(leaves), places)
 
 
 def _check_rank(group: Group, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Bytes from every rank: the one all-gather that tensors, objects and checks travel in."""
+"""The one all-gather that tensors, objects and checks travel in."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from lockstep.topology.group import Group
 
+_OPTIONS = AllgatherOptions()
+_CARRIED = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.float16))
+"""Dtypes that every backend carries as they are; others are sent as bytes."""
 
-def all_gather_bytes(group: Group, result: Tensor, source: Tensor, doing: str = "gathering tensors") -> None:
-    """Called on: all ranks. Every rank's ``source`` one after the other in ``result``; both flat, of one dtype.
 
-    They are sent as bytes, so that any dtype can travel.
-    """
-    if source.dtype != torch.uint8:
-        source, result = source.view(torch.uint8), result.view(torch.uint8)
-    group.wait(group.pg._allgather_base(result, source, AllgatherOptions()), doing)
+def all_gather(group: Group, result: Tensor, source: Tensor, doing: str = "gathering tensors") -> None:
+    """Called on: all ranks. Every rank's ``source`` one after the other in ``result``, both contiguous."""
+    if source.dtype not in _CARRIED:
+        source, result = source.view(-1).view(torch.uint8), result.view(-1).view(torch.uint8)
+    group.wait(group.pg._allgather_base(result, source, _OPTIONS), doing)
 
 
 def gather_host(group: Group, source: Tensor, doing: str) -> Tensor:
@@ -25,9 +26,9 @@ def gather_host(group: Group, source: Tensor, doing: str) -> Tensor:
     if group.world_size == 1:
         result[0] = source
     elif group.talks_host:
-        all_gather_bytes(group, result.view(-1), source, doing)
+        all_gather(group, result.view(-1), source, doing)
     else:
         moved = torch.empty_like(result, device=group.device)
-        all_gather_bytes(group, moved.view(-1), source.to(group.device), doing)
+        all_gather(group, moved.view(-1), source.to(group.device), doing)
         result.copy_(moved)
     return result

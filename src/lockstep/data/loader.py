@@ -162,10 +162,9 @@ def _shard(inner: DataLoader[Any], topology: Topology, options: DataLoaderConfig
             inner.dataset, batch_size=inner.batch_size, drop_last=inner.drop_last, split=split, **place
         )
         if split:
-            # Each rank collates its slice only.
-            changes["batch_sampler"] = BatchSampler(
-                inner.sampler, check_split(inner.batch_size, topology.world_size), inner.drop_last
-            )
+            # Each rank collates its slice only; torch counts the batches of an iterable by ``batch_size``.
+            changes["batch_size"] = check_split(inner.batch_size, topology.world_size)
+            changes["batch_sampler"] = BatchSampler(inner.sampler, changes["batch_size"], inner.drop_last)
     elif inner.batch_sampler is None:
         if split:
             check_split(None, topology.world_size)

@@ -7,6 +7,7 @@ that all ranks get equally many batches; ``remainder`` then says how many sample
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -45,11 +46,10 @@ class Dealer:
         self.even = even
         self.remainder = UNKNOWN
 
-    def deal(self, items: Iterable[Any]) -> Iterator[list[Any]]:
-        """This rank's slice of each round."""
+    def deal(self, items: Iterable[Any], first: Sequence[Any] | None = None) -> Iterator[list[Any]]:
+        """This rank's slice of each round; ``first`` is the first round, if it was dealt before."""
         size = self.share * self.world_size
         mine = slice(self.rank * self.share, (self.rank + 1) * self.share)
-        first: list[Any] = []
         open_round: list[Any] = []
         self.remainder = UNKNOWN
         for item in items:
@@ -68,6 +68,26 @@ class Dealer:
             yield (open_round + fill)[mine]
         elif open_round[mine]:
             yield open_round[mine]
+
+    def deal_batches(self, batches: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
+        """The same for items that come in batches; whole batches are dealt without being taken apart."""
+        stream = iter(batches)
+        first: Sequence[Any] | None = None
+        full: list[Sequence[Any]] = []
+        size = self.share * self.world_size
+        for batch in stream:
+            if len(batch) == size and not full:
+                yield batch[self.rank * self.share : (self.rank + 1) * self.share]
+                first = batch if first is None else first
+                continue
+            full.append(batch)
+            if len(batch) != self.share:
+                break
+            if len(full) == self.world_size:
+                yield full[self.rank]
+                first = [item for part in full for item in part] if first is None else first
+                full = []
+        yield from self.deal((item for part in itertools.chain(full, stream) for item in part), first)
 
     def rounds(self, items: int) -> int:
         """How many slices this rank gets of so many items."""
@@ -90,8 +110,8 @@ class ShardedBatchSampler(BatchSampler):
         share = check_split(inner.batch_size, world_size) if split else inner.batch_size
         self._dealer = Dealer(rank=rank, world_size=world_size, share=share, drop_last=self.drop_last, even=even)
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self._dealer.deal(index for batch in self.inner for index in batch)
+    def __iter__(self) -> Iterator[Any]:
+        return self._dealer.deal_batches(self.inner)
 
     def __len__(self) -> int:
         return self._dealer.rounds(_count(self.inner))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -50,11 +52,16 @@ class Accumulation:
         """Whether an ``accumulate`` block is open."""
         self.loaders: list[Loader] = []
         """The loaders that are being iterated, innermost last."""
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """The users' optimizers that step in time with the windows."""
         self._filled = 0
         self.settled = True
         self._items: list[float] = []
         self._item_scale: float | None = None
         self._shared: tuple[float, float] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "optimizers": weakref.WeakSet()}  # weak references cannot be copied
 
     @property
     def active_loader(self) -> Loader | None:
@@ -64,7 +71,8 @@ class Accumulation:
     def set_steps(self, steps: int) -> None:
         """Change the length of the windows to come."""
         self.num_steps = check_steps(steps, "gradient_accumulation_steps")
-        self.divisor = self.num_steps
+        if self._filled == 0 or not self.exact_tail:
+            self.divisor = self.num_steps  # an open window keeps its own, and is settled when it closes
 
     def reset(self) -> None:
         """Forget the open window: its gradients are given up."""
@@ -147,8 +155,6 @@ class Accumulation:
                 f"Two backwards of one micro-batch say num_items={self._items[-1]:g} and {count:g}. "
                 "They share one denominator: add the losses, or give the same number."
             )
-        if count == 0:
-            loss = torch.nan_to_num(loss, nan=0.0)  # a mean over nothing
         weight = count / self._item_scale
         if self._shared is not None:
             weight *= self._shared[1]  # gradients of this window are divided already
@@ -171,9 +177,20 @@ def _count(num_items: Any) -> float:
         count = float(num_items)
     except (TypeError, ValueError):
         raise ConfigError(f"num_items={num_items!r} is not a number of tokens or samples.") from None
-    if count < 0 or count != count:
-        raise ConfigError(f"num_items={num_items!r} must not be negative.")
+    if not 0 <= count < float("inf"):
+        raise ConfigError(f"num_items={num_items!r} must be a number of at least 0.")
     return count
+
+
+@contextmanager
+def silenced(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """A region whose backward adds zeros: a mean over nothing is 0 / 0, and its gradient would be no number."""
+    hooks = [parameter.register_hook(torch.zeros_like) for parameter in parameters if parameter.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _scale(parameters: Iterable[Tensor], factor: float) -> None:

@@ -34,6 +34,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = False
         """Whether the last update was dropped because of an fp16 overflow."""
         self._accumulation = accumulation
+        accumulation.optimizers.add(optimizer)
         self._scaler = scaler
         if scaler is not None:
             scaler.watch(optimizer)

@@ -30,11 +30,19 @@ class PreparedScheduler:
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
+        """The optimizer that the schedule was made for; all of them while it has not been prepared."""
+        for optimizer in optimizers:
+            self.adopt(optimizer)
         self._accumulation = accumulation
         self._with_optimizer = with_optimizer
         self._announce: Callable[[PreparedScheduler], None] | None = announce
         self.steps_per_update = processes if unit is SchedulerUnit.PROCESS and with_optimizer else 1
         """By how much one call advances the schedule."""
+
+    def adopt(self, optimizer: PreparedOptimizer) -> None:
+        """Follow this optimizer alone, if the schedule was made for it."""
+        if getattr(self.scheduler, "optimizer", None) in (optimizer, optimizer.optimizer):
+            self.optimizers = [optimizer]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule, if the optimizer was stepped."""
@@ -51,9 +59,6 @@ class PreparedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        if self.steps_per_update == 1:
-            self.scheduler.step(*args, **kwargs)
-            return
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(self.steps_per_update):
             # A cycle of fixed length refuses steps past its end.

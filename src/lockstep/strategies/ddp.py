@@ -62,12 +62,16 @@ class DDP:
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
         )
-        hook, state = _compression(self._group, options)
+        self._hook(wrapped)
+        return wrapped
+
+    def _hook(self, wrapped: DistributedDataParallel) -> None:
+        """Have the gradients travel as the options ask, and on CPU in a way that can be left."""
+        hook, state = _compression(self._group, self._options)
         if self._topology.device.type == "cpu":
             wrapped.register_comm_hook(None, _owned(self._group, hook, state))
         elif hook is not None:
             wrapped.register_comm_hook(state, hook)
-        return wrapped
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None] | None:
         """A region in which backward leaves the gradients on this rank; None where there is nothing to hold back."""
@@ -93,9 +97,19 @@ class DDP:
             model.require_backward_grad_sync, model.require_forward_param_sync = before
 
     def reattach(self, model: nn.Module) -> None:
-        """Point the model at the group's new generation."""
-        if isinstance(model, DistributedDataParallel):
-            model._update_process_group(self._group.pg)
+        """Point the model at the group's new generation.
+
+        Torch's own way, ``_update_process_group``, keeps the buckets. A failure can reach some ranks before and others
+        after DDP has rebuilt theirs, and then the ranks would add up different ones.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            return
+        model._remove_autograd_hooks()
+        model.process_group = self._group.pg
+        model._has_rebuilt_buckets = False
+        model._comm_hooks.clear()
+        model.__setstate__(model.__getstate__())  # as unpickling does: makes the reducer, with its first buckets
+        self._hook(model)
 
 
 # --- gradients on their way --------------------------------------------------------------------------------------

@@ -48,7 +48,10 @@ def peek() -> Session | None:
 def require(
     *, cpu: bool | None = None, init: InitProcessGroupKwargs | None = None, debug: bool | None = None
 ) -> Session:
-    """Called on: all ranks. The session; the first call of the process detects where it runs and joins the job."""
+    """Called on: all ranks. The session; the first call of the process detects where it runs and joins the job.
+
+    ``cpu=False`` says nothing, as in Accelerate: scripts pass on the default of their own flag.
+    """
     environ = env.snapshot()
     session = _slot.session
     if session is not None:
@@ -56,7 +59,7 @@ def require(
         if debug is not None:
             session.group.debug = debug
         return session
-    cpu = resolve.resolve("cpu", cpu, False, environ, env.parse_flag).value
+    cpu = resolve.resolve("cpu", cpu or None, False, environ, env.parse_flag).value
     device = resolve.resolve("device", None, None, environ, resolve.as_text).value
     init = init or InitProcessGroupKwargs()
     topology = discover(environ, cpu=cpu, device=device, backend=init.backend)

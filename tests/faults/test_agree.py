@@ -1,0 +1,472 @@
+"""One rank fails, nobody is left behind: all leave what they are in, form the group again and train on."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep import Accelerator
+from lockstep.comm import tensors
+from lockstep.comm.agree import Agreement, agree
+from lockstep.comm.objects import all_objects
+from lockstep.config.handlers import InitProcessGroupKwargs
+from lockstep.errors import PeerFailure
+from lockstep.testing import Outcome, Ranks
+from lockstep.testing.faults import die
+from lockstep.topology import current
+from lockstep.topology.group import Group
+from lockstep.topology.topology import Topology
+from tests.faults import blocked
+
+ROUNDS = 3
+RECOVERY_SECONDS = 3.0
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Ranks]]:
+    made = {size: Ranks(size, timeout=60.0) for size in (2, 4)}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+def join(seconds: float | None = None) -> Group:
+    init = InitProcessGroupKwargs(timeout=timedelta(seconds=seconds)) if seconds else None
+    return current.require(cpu=True, init=init).group
+
+
+def seen(agreement: Agreement[Any]) -> list[tuple[int, str, str]]:
+    return [(failure.rank, failure.kind, failure.message) for failure in agreement.failures]
+
+
+def total(group: Group) -> int:
+    """Called on: all ranks. A collective that only works when all ranks are in step."""
+    return int(tensors.reduce(group, torch.tensor(group.rank + 1), "sum"))
+
+
+# --- peers blocked in something ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("scenario", list(blocked.BLOCKED))
+def test_all_leave_and_train_on(pools: dict[int, Ranks], scenario: str, world_size: int) -> None:
+    reports = pools[world_size].run(blocked.rounds, scenario, ROUNDS)
+    assert blocked.problems(reports, ROUNDS) == []
+
+
+# --- who is named ------------------------------------------------------------------------------------------------
+
+
+def fail_on(ranks: list[int]) -> tuple[list[tuple[int, str, str]], str | None, int, str]:
+    group = join()
+    group.barrier()
+
+    def step() -> None:
+        if group.rank in ranks:
+            raise KeyError(f"of {group.rank}")
+        group.barrier()
+
+    agreement = agree(group, step)
+    try:
+        agreement.unwrap()
+    except (KeyError, PeerFailure) as error:
+        raised = f"{type(error).__name__} {error}"
+    else:
+        raised = ""
+    return seen(agreement), agreement.failures[0].details, total(group), raised
+
+
+@pytest.mark.parametrize(("world_size", "ranks"), [(2, [0, 1]), (4, [1, 3]), (4, [0, 1, 2, 3]), (4, [0])])
+def test_every_rank_learns_of_all_that_failed(pools: dict[int, Ranks], world_size: int, ranks: list[int]) -> None:
+    results = pools[world_size].run(fail_on, ranks)
+    for rank, (failures, details, together, raised) in enumerate(results):
+        # A rank that the first failure freed before it could fail itself is no failure, so one is enough.
+        assert {failure[0] for failure in failures} <= set(ranks)
+        assert failures == results[0][0]
+        assert [failure[1:] for failure in failures] == [("KeyError", f"'of {failure[0]}'") for failure in failures]
+        assert details is not None
+        assert 'raise KeyError(f"of {group.rank}")' in details
+        assert together == sum(range(1, world_size + 1))
+        if rank in [failure[0] for failure in failures]:
+            assert raised == f"KeyError 'of {rank}'"
+        else:
+            assert raised.startswith("PeerFailure The step failed on another rank (rank ")
+            assert "KeyError: 'of " in raised
+
+
+def fail_together(rounds: int) -> list[list[int]]:
+    """Both raise before either can hear of the other."""
+    group = join()
+    named = []
+    for _ in range(rounds):
+        group.barrier()
+
+        def step() -> None:
+            raise ValueError(group.rank)
+
+        named.append([failure.rank for failure in agree(group, step).failures])
+        total(group)
+    return named
+
+
+def test_ranks_that_fail_at_once_are_all_named(pools: dict[int, Ranks]) -> None:
+    assert pools[4].run(fail_together, 5) == [[[0, 1, 2, 3]] * 5] * 4
+
+
+def values() -> list[Any]:
+    group = join()
+    before = group.generation
+    agreement = agree(group, lambda: group.rank * 10)
+    nothing = agree(group, lambda: None)
+    return [agreement.ok, agreement.unwrap(), nothing.ok, nothing.unwrap(), group.generation - before]
+
+
+def test_a_step_that_succeeds_gives_each_rank_its_value(pools: dict[int, Ranks]) -> None:
+    assert pools[2].run(values) == [[True, 0, True, None, 0], [True, 10, True, None, 0]]
+
+
+# --- one failure after another -----------------------------------------------------------------------------------
+
+
+def fail_at_once_after(rounds: int) -> list[Any]:
+    """Rank 1 fails the moment it has left a scope; rank 0 may still be in that scope's last barrier."""
+    group = join()
+    seen_here = []
+
+    def fail() -> None:
+        if group.rank == 1:
+            raise ValueError("at once")
+        total(group)
+
+    for number in range(rounds):
+        good = agree(group, lambda number=number: number)  # type: ignore[misc]
+        bad = agree(group, fail)
+        seen_here.append((good.ok, good.value, seen(bad)))
+    return [seen_here, total(group), group.generation]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_failure_right_after_an_agreement_leaves_that_agreement_alone(
+    pools: dict[int, Ranks], world_size: int
+) -> None:
+    rounds = 12
+    expected = [(True, number, [(1, "ValueError", "at once")]) for number in range(rounds)]
+    for found, together, generation in pools[world_size].run(fail_at_once_after, rounds):
+        assert found == expected
+        assert together == sum(range(1, world_size + 1))
+        assert generation == rounds
+
+
+def slow_then_fail(rounds: int, raw: bool) -> list[Any]:
+    """A large collective outside any scope; the rank that is through first fails in the scope after it."""
+    group = join()
+    results = []
+
+    def fail() -> None:
+        if group.rank == group.world_size - 1:
+            raise ValueError("later")
+
+    for _ in range(rounds):
+        if group.rank == 0:
+            time.sleep(0.05)
+        mine = torch.full((2_000_000,), float(group.rank + 1))
+        if raw:
+            dist.all_reduce(mine)
+            results.append(float(mine.min()))
+        else:
+            results.append(float(tensors.reduce(group, mine, "sum").min()))
+        assert not agree(group, fail).ok
+    return results
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_collective_before_the_scope_is_not_disturbed(pools: dict[int, Ranks], raw: bool) -> None:
+    assert pools[4].run(slow_then_fail, 5, raw) == [[10.0] * 5] * 4
+
+
+def nested(inner_fails: int | None, outer_fails: int | None, after: bool) -> list[Any]:
+    group = join()
+    inner_seen: list[Any] = []
+
+    def inner() -> None:
+        if group.rank == inner_fails:
+            raise ValueError("inner")
+        group.barrier()
+
+    def outer() -> str:
+        if group.rank == outer_fails and not after:
+            raise KeyError("outer")
+        inner_seen.append(seen(agree(group, inner)))
+        if group.rank == outer_fails and after:
+            raise KeyError("outer")
+        group.barrier()
+        return "done"
+
+    agreement = agree(group, outer)
+    again = agree(group, lambda: total(group))
+    return [inner_seen, seen(agreement), agreement.value, again.unwrap()]
+
+
+INNER, OUTER = (1, "ValueError", "inner"), (0, "KeyError", "'outer'")
+
+
+@pytest.mark.parametrize(
+    ("inner_fails", "outer_fails", "after", "inner_seen", "outer_seen"),
+    [
+        (1, None, False, [[INNER]], []),
+        (None, 0, False, None, [OUTER]),
+        (None, 0, True, [[]], [OUTER]),
+        (1, 0, True, [[INNER]], [OUTER]),
+        (1, 0, False, None, None),
+    ],
+)
+def test_scopes_inside_scopes(
+    pools: dict[int, Ranks], inner_fails: int, outer_fails: int, after: bool, inner_seen: Any, outer_seen: Any
+) -> None:
+    for found_inner, found_outer, value, together in pools[4].run(nested, inner_fails, outer_fails, after):
+        if inner_seen is not None:
+            assert found_inner == inner_seen
+        else:
+            assert found_inner == []  # the outer step was given up before the inner one came to an end
+        if outer_seen is None:  # one or both, as they come
+            assert OUTER in found_outer
+            assert set(found_outer) <= {OUTER, INNER}
+        else:
+            assert found_outer == outer_seen
+        assert value == ("done" if outer_fails is None else None)
+        assert together == 10
+
+
+# --- leaving for good --------------------------------------------------------------------------------------------
+
+
+def leave(kind: type[BaseException], how: str) -> None:
+    group = join()
+    group.barrier()
+
+    def step() -> None:
+        if group.rank == 1:
+            time.sleep(0.1)
+            raise kind("enough")
+        if how == "raw":
+            dist.all_reduce(torch.ones(10))
+        else:
+            total(group)
+
+    start = time.monotonic()
+    try:
+        agree(group, step)
+    finally:
+        print(f"left after {time.monotonic() - start:.2f} s at generation {group.generation}")
+
+
+@pytest.mark.parametrize("how", ["ours", "raw"])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_on_one_rank_ends_the_others_soon(
+    pools: dict[int, Ranks], kind: type[BaseException], how: str
+) -> None:
+    outcomes = pools[4].run(leave, kind, how, on_failure="collect", timeout=20)
+    for outcome in outcomes:
+        assert "at generation 0" in outcome.output, outcome.error_text
+        if outcome.rank == 1:
+            assert outcome.error_type == kind.__name__
+            continue
+        assert outcome.error_type == "PeerFailure"
+        assert f"Rank 1 failed: {kind.__name__}: enough" in outcome.error_line
+        assert "it has left the job" in outcome.error_line
+        assert outcome.seconds < RECOVERY_SECONDS
+
+
+def killed(victim: int, how: str) -> None:
+    group = join(3.0)
+    group.barrier()
+
+    def step() -> None:
+        if group.rank == victim:
+            die(signal.SIGKILL)
+        if how == "raw":
+            dist.all_reduce(torch.ones(10))
+        else:
+            total(group)
+
+    agree(group, step)
+
+
+@pytest.mark.parametrize("how", ["ours", "raw"])
+def test_a_killed_rank_is_missed_by_name(pools: dict[int, Ranks], how: str) -> None:
+    outcomes: list[Outcome] = pools[4].run(killed, 2, how, on_failure="collect", timeout=30)
+    assert outcomes[2].exit_code == -9
+    for outcome in outcomes:
+        if outcome.rank == 2:
+            continue
+        assert outcome.error_type == "TopologyError", outcome.error_text
+        assert "Missing: rank 2." in outcome.error_line
+        assert outcome.seconds < 15
+
+
+def test_when_the_store_dies_with_its_rank_the_others_end_with_an_error(pools: dict[int, Ranks]) -> None:
+    outcomes: list[Outcome] = pools[4].run(killed, 0, "ours", on_failure="collect", timeout=30)
+    assert outcomes[0].exit_code == -9
+    for outcome in outcomes[1:]:
+        assert outcome.error_type == "TopologyError", outcome.error_text
+        assert "rank 0" in outcome.error_line
+        assert outcome.seconds < 15
+
+
+# --- what an error keeps alive -----------------------------------------------------------------------------------
+
+
+def remembered(chained: bool, step_raises_on: int) -> tuple[bool, bool, str]:
+    group = join()
+    references: list[weakref.ref[Any]] = []
+
+    def deep() -> None:
+        local = torch.ones(1000)
+        references.append(weakref.ref(local))
+        if group.rank == step_raises_on:
+            raise ValueError("deep")
+        group.barrier()
+
+    def step() -> None:
+        large = torch.ones(1000)
+        references.append(weakref.ref(large))
+        if not chained:
+            deep()
+            return
+        try:
+            deep()
+        except ValueError as error:
+            raise RuntimeError("on top") from error
+
+    agreement = agree(group, step)
+    gc.collect()
+    alive = any(reference() is not None for reference in references)
+    return alive, agreement.error is not None, str(agreement.error)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_an_error_holds_no_local_variables(pools: dict[int, Ranks], chained: bool) -> None:
+    text = "on top" if chained else "deep"
+    assert pools[2].run(remembered, chained, 1) == [(False, False, "None"), (False, True, text)]
+
+
+def captured() -> bool:
+    group = join()
+    batch = torch.ones(1000)
+    reference = weakref.ref(batch)
+
+    def step(held: torch.Tensor = batch) -> None:
+        raise ValueError(held.shape)
+
+    agreement = agree(group, step)
+    del step, batch
+    gc.collect()
+    return agreement.error is not None and reference() is not None
+
+
+def test_an_error_does_not_hold_the_step(pools: dict[int, Ranks]) -> None:
+    assert pools[2].run(captured) == [False, False]
+
+
+# --- nothing piles up --------------------------------------------------------------------------------------------
+
+
+def recover_often(count: int) -> dict[str, Any]:
+    """Failures while the others are in `gather`, a barrier, or torch's own all-reduce, in turn."""
+    job = blocked.Job()
+    job.train()
+    scenarios = ["gather", "barrier", "gather_object", "all_reduce"]
+    counts, slowest = [], 0.0
+    for number in range(count):
+        round_ = blocked.one_round(job, scenarios[number % len(scenarios)], number)
+        slowest = max(slowest, round_.seconds)
+        if number in (len(scenarios) - 1, count - 1):
+            counts.append(blocked.settle())
+    return {"counts": counts, "slowest": slowest, "hook": repr(sys.excepthook), "weights": job.weights()}
+
+
+def check_nothing_piles_up(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        (threads_before, fds_before), (threads_after, fds_after) = result["counts"]
+        assert threads_after <= threads_before
+        assert fds_after <= fds_before
+        assert result["slowest"] < RECOVERY_SECONDS
+    assert len({result["weights"] for result in results}) == 1
+
+
+def test_recoveries_leave_no_threads_or_descriptors(pools: dict[int, Ranks]) -> None:
+    check_nothing_piles_up(pools[2].run(recover_often, 20))
+
+
+def recover_in_backward(count: int) -> list[int]:
+    job = blocked.Job()
+    job.train()
+    counts = []
+    for number in range(count):
+        blocked.one_round(job, "backward", number)
+        counts.append(blocked.settle()[0])
+    return counts
+
+
+def test_failures_in_backward_pile_up_little(pools: dict[int, Ranks]) -> None:
+    # gloo now and then loses a wake-up; that collective's thread stays until the group's time-out.
+    for counts in pools[2].run(recover_in_backward, 20):
+        assert counts[-1] - counts[0] <= 8
+
+
+# --- alone -------------------------------------------------------------------------------------------------------
+
+
+def fail_alone() -> None:
+    raise ValueError("alone")
+
+
+def test_alone_in_the_world_a_failure_is_told_the_same_way() -> None:
+    group = Group.connect(Topology(device=torch.device("cpu")))
+    good = agree(group, lambda: 5)
+    assert (good.ok, good.unwrap(), good.error) == (True, 5, None)
+    bad = agree(group, fail_alone)
+    assert seen(bad) == [(0, "ValueError", "alone")]
+    assert "fail_alone" in bad.failures[0].details
+    with pytest.raises(ValueError, match="alone"):
+        bad.unwrap()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        agree(group, interrupt)
+
+
+def another_accelerator() -> tuple[int, list[int]]:
+    """The Accelerator made before a failure talks through the new group."""
+    accelerator = Accelerator(cpu=True)
+    group = current.require().group
+    first = group.pg
+
+    def step() -> None:
+        if accelerator.is_main_process:
+            raise ValueError("once")
+        accelerator.wait_for_everyone()
+
+    agree(group, step)
+    assert group.pg is not first
+    assert dist.group.WORLD is group.pg
+    return int(accelerator.reduce(torch.tensor(1))), all_objects(group, os.getpid())
+
+
+def test_an_accelerator_made_before_stays_valid(pools: dict[int, Ranks]) -> None:
+    results = pools[2].run(another_accelerator)
+    assert [together for together, _ in results] == [2, 2]
+    assert results[0][1] == results[1][1] == pools[2].pids
