@@ -20,6 +20,7 @@ import gc
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import time
@@ -356,8 +357,15 @@ class ImportCost:
     pairs: int
     added: float
     """Median of the paired differences of two processes' whole lives, one with and one without the import."""
+    cpu: float
+    """The same for processor time, which other work on the machine hardly changes."""
     inside: float
     """Median of the import alone, timed inside the process."""
+
+
+def children_cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def measure_imports(only: Sequence[str], repeats: int) -> list[ImportCost]:
@@ -366,10 +374,12 @@ def measure_imports(only: Sequence[str], repeats: int) -> list[ImportCost]:
     statements["raw"] = "import torch, time; t = time.perf_counter(); print(time.perf_counter() - t)"
     names = list(statements)
     whole: dict[str, list[float]] = {name: [] for name in names}
+    cpu: dict[str, list[float]] = {name: [] for name in names}
     inside: dict[str, list[float]] = {name: [] for name in names}
     for repeat in range(-1, repeats):  # the first round fills the caches
         start = repeat % len(names)
         for name in names[start:] + names[:start]:
+            used = children_cpu()
             begin = clock()
             answer = subprocess.run(
                 [sys.executable, "-c", statements[name]], check=True, capture_output=True, text=True
@@ -377,12 +387,14 @@ def measure_imports(only: Sequence[str], repeats: int) -> list[ImportCost]:
             spent = clock() - begin
             if repeat >= 0:
                 whole[name].append(spent * 1e3)
+                cpu[name].append((children_cpu() - used) * 1e3)
                 inside[name].append(float(answer.stdout.split()[-1]) * 1e3)
     return [
         ImportCost(
             name=name,
             pairs=repeats,
             added=median(a - b for a, b in zip(whole[name], whole["raw"], strict=True)),
+            cpu=median(a - b for a, b in zip(cpu[name], cpu["raw"], strict=True)),
             inside=median(inside[name]),
         )
         for name in only
@@ -413,7 +425,11 @@ FIGURE_BARS = {
     "gather/one tensor": ("gather, one tensor, over raw", "x", 1.1, {"ratio": PAIRS, "ratio_typical": TYPICAL}),
     "gather/structure": ("gather, structure, over raw", "x", 1.2, {"ratio": PAIRS, "ratio_typical": TYPICAL}),
 }
-IMPORT_BAR = {"added": "two processes, median of pairs", "inside": "timed inside, median"}
+IMPORT_BAR = {
+    "added": "wall time, median of pairs",
+    "cpu": "processor time, median of pairs",
+    "inside": "timed inside, median",
+}
 
 
 def verdict(value: float, limit: float, pairs: int, needed: int) -> str:
@@ -542,8 +558,14 @@ def tell(report: Report) -> None:
         console.print(figures_table(f"gather, {kind}, blocks of {report.calls_per_block} calls", figures))
     if report.import_ms:
         title = f"Import, on top of import torch; {report.import_ms[0].pairs} pairs of processes"
-        rows = [[cost.name, f"{cost.added:+.0f}", f"{cost.inside:.0f}"] for cost in report.import_ms]
-        console.print(table(title, ["ms", "added, median of pairs", "timed inside, median"], rows))
+        rows = [
+            [cost.name, f"{cost.added:+.0f}", f"{cost.cpu:+.0f}", f"{cost.inside:.0f}"] for cost in report.import_ms
+        ]
+        console.print(
+            table(
+                title, ["ms", "added: median of pairs", "processor time, median of pairs", "timed inside, median"], rows
+            )
+        )
     if report.bars:
         rows = []
         for bar in report.bars:

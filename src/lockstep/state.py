@@ -9,7 +9,7 @@ import torch
 from lockstep.config.choices import DebugTool
 from lockstep.config.env import snapshot
 from lockstep.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
-from lockstep.config.settings import read_debug
+from lockstep.config.settings import read_debug, read_precision
 from lockstep.errors import ConfigError, UsageError
 from lockstep.optim.accumulation import Accumulation
 from lockstep.topology import current
@@ -80,8 +80,10 @@ class AcceleratorState(PartialState):
     """The same, with the precision that the process's Accelerator settled."""
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool | None = None, **kwargs: Any) -> None:
+        asked = read_precision(mixed_precision)
         super().__init__(cpu=cpu, **kwargs)
-        settle_precision(self._session, mixed_precision)
+        if asked is not None:
+            settle_precision(self._session, asked.value)
 
     @property
     def mixed_precision(self) -> str:
@@ -113,22 +115,25 @@ def settle_precision(session: current.Session, asked: str | None) -> str:
     return session.mixed_precision
 
 
+_SWITCHES = ("adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
+
+
 class _PluginKwargs(dict[str, Any]):
     """The accumulation options as a dict; what is written takes effect."""
 
     def __init__(self, accumulation: Accumulation) -> None:
-        super().__init__(accumulation.plugin.to_kwargs(), num_steps=accumulation.num_steps)
+        super().__init__((name, getattr(accumulation, name)) for name in ("num_steps", *_SWITCHES))
         self._accumulation = accumulation
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "num_steps":
             self._accumulation.set_steps(value)
-        elif name in ("adjust_scheduler", "sync_with_dataloader", "sync_each_batch"):
+        elif name in _SWITCHES:
             setattr(self._accumulation, name, bool(value))
         else:
             raise ConfigError(
-                f"plugin_kwargs[{name!r}] is not an option of gradient accumulation. Allowed: num_steps, "
-                "adjust_scheduler, sync_with_dataloader, sync_each_batch."
+                f"plugin_kwargs[{name!r}] is not an option of gradient accumulation. "
+                f"Allowed: {', '.join(('num_steps', *_SWITCHES))}."
             )
         super().__setitem__(name, value)
 

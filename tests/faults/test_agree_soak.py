@@ -14,7 +14,7 @@ COUNT = 20
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("scenario", list(blocked.BLOCKED))
 def test_twenty_out_of_twenty(scenario: str, world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    with Ranks(world_size, timeout=150.0) as pool:
+    with Ranks(world_size, timeout=150.0, env=blocked.QUICK_NAMES) as pool:
         reports = pool.run(blocked.rounds, scenario, COUNT, 7)
     problems = blocked.problems(reports, COUNT)
     seconds = sorted(round_.seconds for report in reports for round_ in report.rounds)
@@ -30,7 +30,7 @@ def test_twenty_out_of_twenty(scenario: str, world_size: int, capsys: pytest.Cap
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_two_hundred_recoveries_leave_nothing(world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    with Ranks(world_size, timeout=300.0) as pool:
+    with Ranks(world_size, timeout=300.0, env=blocked.QUICK_NAMES) as pool:
         results = pool.run(test_agree.recover_often, 200)
     with capsys.disabled():
         for rank, result in enumerate(results):

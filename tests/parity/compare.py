@@ -11,12 +11,12 @@ TOLERANCE = 1e-6
 
 
 def differences(runs: Runs, *prefixes: str, without: Collection[str] = (), may_raise: bool = False) -> list[str]:
-    """One line per difference between the libraries in these scenarios, on any rank.
+    """One line per difference between the libraries in these scenarios (names or beginnings of names), on any rank.
 
     ``without``: keys that are left out wherever they appear. A scenario that ends with an error in Accelerate is a
     mistake in the scenario unless it ``may_raise``.
     """
-    names = [name for prefix in prefixes for name in runs.names(prefix)]
+    names = [name for prefix in prefixes for name in ([prefix] if runs.has(prefix) else runs.names(prefix))]
     assert names, f"no scenario is called {prefixes}"
     found = []
     for name in names:
@@ -37,8 +37,7 @@ def _walk(theirs: Any, ours: Any, without: frozenset[str], path: str = "") -> li
         return [] if theirs["raises"] in ours["bases"] else [_line(path, theirs["raises"], ours["raises"])]
     if isinstance(theirs, dict) and isinstance(ours, dict):
         keys = [key for key in (*theirs, *(key for key in ours if key not in theirs)) if key not in without]
-        missing = object()
-        pairs = [(key, theirs.get(key, missing), ours.get(key, missing)) for key in keys]
+        pairs = [(key, theirs.get(key, "(nothing)"), ours.get(key, "(nothing)")) for key in keys]
     elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
         pairs = [(place, *pair) for place, pair in enumerate(zip(theirs, ours, strict=True))]
     else:

@@ -35,6 +35,10 @@ class Runs:
         """Per rank, what Accelerate saw and what Lockstep saw in one scenario."""
         return [(theirs[name], ours[name]) for theirs, ours in zip(self.accelerate, self.lockstep, strict=True)]
 
+    def has(self, name: str) -> bool:
+        """Whether a scenario has exactly this name."""
+        return name in self.accelerate[0]
+
     def names(self, prefix: str) -> list[str]:
         """The scenarios whose names begin like this."""
         return [name for name in self.accelerate[0] if name.startswith(prefix)]

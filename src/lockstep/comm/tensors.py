@@ -45,7 +45,13 @@ class _Plan:
     Small buffers and the views into them are kept for the next call: making views costs more than copying.
     """
 
-    def __init__(self, leaves: Sequence[Tensor], device: torch.device, world_size: int) -> None:
+    def __init__(self, leaves: Sequence[Tensor], group: Group) -> None:
+        devices = {leaf.device for leaf in leaves}
+        self.one_device = len(devices) == 1
+        self.device = devices.pop() if self.one_device else group.device
+        self._world_size = world_size = group.world_size
+        self.joined = [(world_size * leaf.shape[0], *leaf.shape[1:]) if leaf.ndim else (world_size,) for leaf in leaves]
+        """The shape of each leaf of all ranks together."""
         slots, offset = [], 0
         for leaf in leaves:
             nbytes = leaf.numel() * leaf.element_size()
@@ -53,8 +59,6 @@ class _Plan:
             offset += -(-nbytes // _ALIGN) * _ALIGN
         self.slots = tuple(slots)
         self.nbytes = offset
-        self.device = device
-        self._world_size = world_size
         self._kept = offset * (world_size + 1) <= _KEEP_BYTES
         self._sending: tuple[Tensor, list[Tensor]] | None = None
         self._receiving: tuple[Tensor, list[Tensor]] | None = None
@@ -96,16 +100,14 @@ class _Plan:
     def pack(self, leaves: Sequence[Tensor]) -> Tensor:
         """The leaves as one buffer of bytes."""
         buffer, places = self.sending()
-        torch._foreach_copy_(places, [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves])
+        torch._foreach_copy_(places, [_dense(leaf.detach() if leaf.requires_grad else leaf) for leaf in leaves])
         return buffer
 
 
 def _plan(group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...] | None) -> _Plan:
     plan = None if signature is None else group.memo.get(signature)
     if plan is None:
-        kinds = {leaf.device for leaf in leaves}
-        device = kinds.pop() if len(kinds) == 1 else group.device
-        plan = _Plan(leaves, device, group.world_size)
+        plan = _Plan(leaves, group)
         if signature is not None:
             if len(group.memo) >= _MAX_PLANS:
                 group.memo.clear()
@@ -114,7 +116,7 @@ def _plan(group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...] | N
 
 
 def _dense(leaf: Tensor) -> Tensor:
-    return leaf if leaf.layout == torch.strided else leaf.to_dense()
+    return leaf if leaf.layout is torch.strided else leaf.to_dense()
 
 
 # --- gather ------------------------------------------------------------------------------------------------------
@@ -133,38 +135,38 @@ def gather(group: Group, tree: Any) -> Any:
             verify.check(group, "gather", tree)
         return _gather_one(group, tree)
     leaves, signature = trees.flatten(tree)
-    trees.require_tensors(leaves, tree, "gather")
+    if signature not in group.memo:
+        trees.require_tensors(leaves, tree, "gather")
     if group.debug:
         verify.check(group, "gather", tree)
-    rows = _gather_rows(group, leaves, signature)
-    return trees.unflatten(tree, iter([_joined(row) for row in rows]))
+    rows, plan = _gather_rows(group, leaves, signature)
+    joined = [row.clone().view(shape) for row, shape in zip(rows, plan.joined, strict=True)]
+    return trees.unflatten(tree, iter(joined))
 
 
 def _gather_one(group: Group, leaf: Tensor) -> Tensor:
-    leaf = _dense(leaf.detach())
-    rows = (group.world_size * leaf.shape[0], *leaf.shape[1:]) if leaf.ndim else (group.world_size,)
-    result = torch.empty(rows, dtype=leaf.dtype, device=leaf.device)
-    if leaf.numel():
-        all_gather(group, result, leaf if leaf.is_contiguous() else leaf.contiguous())
+    if leaf.requires_grad:
+        leaf = leaf.detach()
+    shape = leaf.shape
+    if not shape:
+        leaf, shape = leaf.view(1), torch.Size((1,))  # gloo refuses a source without a dimension
+    if leaf.layout is not torch.strided or not leaf.is_contiguous():
+        leaf = _dense(leaf).contiguous()
+    result = torch.empty((group.world_size * shape[0], *shape[1:]), dtype=leaf.dtype, device=leaf.device)
+    if result.numel():
+        all_gather(group, result, leaf)
     return result
 
 
-def _joined(rows: Tensor) -> Tensor:
-    """The ranks' rows as one tensor with memory of its own."""
-    joined = rows.flatten(0, 1)
-    return joined.clone() if joined._is_view() else joined
-
-
-def _gather_rows(group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...]) -> list[Tensor]:
-    """Called on: all ranks. Per leaf, one row per rank, by one collective; the memory is the plan's."""
-    leaves = [_dense(leaf) for leaf in leaves]
+def _gather_rows(group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...]) -> tuple[Sequence[Tensor], _Plan]:
+    """Called on: all ranks. Per leaf, one row per rank, by one collective; the rows' memory is the plan's."""
     plan = _plan(group, leaves, signature)
     buffer, rows = plan.receiving()
     if plan.nbytes:
         all_gather(group, buffer, plan.pack(leaves))
-    if all(leaf.device == plan.device for leaf in leaves):
-        return rows
-    return [row.to(leaf.device) for row, leaf in zip(rows, leaves, strict=True)]
+    if plan.one_device:
+        return rows, plan
+    return [row.to(leaf.device) for row, leaf in zip(rows, leaves, strict=True)], plan
 
 
 # --- reduce ------------------------------------------------------------------------------------------------------
@@ -201,12 +203,13 @@ def _scaled(total: Tensor, world_size: int, reduction: str, scale: float) -> Ten
 
 def _sum(group: Group, leaves: list[Tensor], signature: tuple[Any, ...]) -> list[Tensor]:
     leaves = [leaf.long() if leaf.dtype == torch.bool else leaf for leaf in leaves]
-    dtypes = {(leaf.dtype, leaf.device.type) for leaf in leaves}
+    # In order of appearance, which is the same on all ranks; the order of a set is not.
+    dtypes = dict.fromkeys((leaf.dtype, leaf.device.type) for leaf in leaves)
     native = all(dtype in _SUMMABLE for dtype, _ in dtypes)
     total_bytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
     if not native or (len(dtypes) > 1 and total_bytes <= _LOCAL_SUM_BYTES):
         # One gather whatever the dtypes; each rank adds in the same order, so all get the same bits.
-        rows = _gather_rows(group, leaves, ("sum", *signature))
+        rows, _ = _gather_rows(group, leaves, ("sum", *signature))
         return [row.sum(0, dtype=leaf.dtype).view(leaf.shape) for row, leaf in zip(rows, leaves, strict=True)]
     sums: list[Tensor] = list(leaves)
     for dtype, kind in dtypes:
@@ -256,7 +259,8 @@ def broadcast_leaves(
     options.rootRank = from_process
     group.wait(group.pg.broadcast([packed], options), "broadcasting tensors")
     if group.rank != from_process:
-        with torch.no_grad():
+        # A tensor made in inference mode can be written to only there.
+        with torch.inference_mode(any(leaf.is_inference() for leaf in leaves)), torch.no_grad():
             torch._foreach_copy_(list(leaves), places)
 
 

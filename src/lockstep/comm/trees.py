@@ -2,7 +2,7 @@
 
 A structure is a tree of tuples, named tuples, lists, mappings and dataclass instances; its leaves are tensors and
 anything else. ``flatten`` gives the leaves and a hashable signature (structure, shapes, dtypes, device types), which
-serves as the key for remembered plans and as what ranks compare.
+serves as the key for remembered plans.
 """
 
 from __future__ import annotations
@@ -53,16 +53,25 @@ def flatten(tree: Any) -> tuple[list[Any], tuple[Any, ...]]:
 
 
 def _walk(tree: Any, leaves: list[Any], signature: list[Any]) -> None:
-    kind = kind_of(tree)
-    if kind == "tensor":
+    # Called once per node of everything that is gathered: the common types come first, and by identity.
+    cls = type(tree)
+    if cls is Tensor or (cls is not dict and cls is not tuple and cls is not list and kind_of(tree) == "tensor"):
         leaves.append(tree)
-        signature += (tree.shape, tree.dtype, tree.device.type)
-    elif kind == "leaf":
+        signature += (tree.shape, tree.dtype, tree.device)
+    elif cls is tuple or cls is list:
+        signature += (cls, len(tree))
+        for value in tree:
+            _walk(value, leaves, signature)
+    elif cls is dict:
+        signature += (cls, len(tree), *tree)
+        for value in tree.values():
+            _walk(value, leaves, signature)
+    elif kind_of(tree) == "leaf":
         leaves.append(tree)
-        signature.append(type(tree))
+        signature.append(cls)
     else:
-        keys, values = parts(tree, kind)
-        signature += (type(tree), keys)
+        keys, values = parts(tree, kind_of(tree))
+        signature += (cls, keys)
         for value in values:
             _walk(value, leaves, signature)
 
@@ -79,6 +88,15 @@ def parts(tree: Any, kind: str) -> tuple[Any, Iterable[Any]]:
 
 def unflatten(tree: Any, leaves: Iterator[Any]) -> Any:
     """A structure like ``tree`` with the next ``leaves`` in place of its own."""
+    cls = type(tree)
+    if cls is Tensor:
+        return next(leaves)
+    if cls is dict:
+        return {key: unflatten(value, leaves) for key, value in tree.items()}
+    if cls is tuple:
+        return tuple([unflatten(value, leaves) for value in tree])
+    if cls is list:
+        return [unflatten(value, leaves) for value in tree]
     kind = kind_of(tree)
     if kind in ("tensor", "leaf"):
         return next(leaves)

@@ -12,9 +12,19 @@ from lockstep.config.choices import DDPCommunicationHookType, DynamoBackend, Tai
 from lockstep.errors import ConfigError, NotYetError
 
 
+def _check_flags(options: Any) -> None:
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if isinstance(option.default, bool) and not isinstance(value, bool):
+            raise ConfigError(f"{type(options).__name__}.{option.name}={value!r} must be True or False.")
+
+
 @dataclass(frozen=True)
 class KwargsHandler:
     """Options for one part of PyTorch; at most one of each kind goes into ``kwargs_handlers``."""
+
+    def __post_init__(self) -> None:
+        _check_flags(self)
 
     def to_kwargs(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
@@ -62,6 +72,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Options of PowerSGD's state."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         hook = DDPCommunicationHookType.parse(self.comm_hook, "DistributedDataParallelKwargs.comm_hook")
         wrapper = DDPCommunicationHookType.parse(self.comm_wrapper, "DistributedDataParallelKwargs.comm_wrapper")
         object.__setattr__(self, "comm_hook", hook)
@@ -71,6 +82,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
             raise ConfigError(
                 f"DistributedDataParallelKwargs.comm_wrapper={wrapper.value!r} cannot wrap a hook. "
                 "Allowed: 'no', 'fp16', 'bf16'."
+            )
+        if wrapper is not DDPCommunicationHookType.NO and hook is DDPCommunicationHookType.NO:
+            raise ConfigError(
+                f"DistributedDataParallelKwargs.comm_wrapper={wrapper.value!r} wraps a comm_hook, and comm_hook is "
+                "'no'. Set comm_hook, or leave comm_wrapper out."
             )
         if self.check_reduction:
             raise ConfigError(
@@ -94,6 +110,20 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
     """Whether losses are scaled at all."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inf = float("inf")
+        for name, low, high, allowed in (
+            ("init_scale", 0, inf, "a number above 0"),
+            ("growth_factor", 1, inf, "a number above 1"),
+            ("backoff_factor", 0, 1, "a number between 0 and 1"),
+            ("growth_interval", 0, inf, "a whole number of at least 1"),
+        ):
+            value = getattr(self, name)
+            number = isinstance(value, int if name == "growth_interval" else (int, float))
+            if not number or isinstance(value, bool) or not low < value < high:
+                raise ConfigError(f"GradScalerKwargs.{name}={value!r} must be {allowed}.")
+
 
 @dataclass(frozen=True)
 class InitProcessGroupKwargs(KwargsHandler):
@@ -107,6 +137,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     """How long a collective may wait before it fails; None is torch's default (30 minutes)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool):
             object.__setattr__(self, "timeout", timedelta(seconds=self.timeout))
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
@@ -141,6 +172,17 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
     """Where each rank's Chrome trace is written (profile_RANK.json)."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.activities is None:
+            return
+        from torch.profiler import ProfilerActivity
+
+        known = [name.lower() for name in ProfilerActivity.__members__]
+        unknown = [name for name in self.activities if name not in known]
+        if unknown:
+            raise ConfigError(f"ProfileKwargs.activities holds {unknown}. Allowed: {', '.join(known)}.")
+
 
 @dataclass(frozen=True)
 class GradientAccumulationPlugin(KwargsHandler):
@@ -159,6 +201,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     or the full window ("window", Accelerate's arithmetic)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.num_steps is not None:
             check_steps(self.num_steps, "GradientAccumulationPlugin.num_steps")
         tail = TailDivisor.parse(self.tail_divisor, "GradientAccumulationPlugin.tail_divisor")
@@ -192,6 +235,7 @@ class DataLoaderConfiguration:
     """Whether torchdata's StatefulDataLoader is used. Not in this release."""
 
     def __post_init__(self) -> None:
+        _check_flags(self)
         if self.dispatch_batches:
             raise NotYetError(
                 "DataLoaderConfiguration.dispatch_batches=True: rank 0 cannot read for the others yet. "
@@ -256,6 +300,7 @@ class TorchDynamoPlugin(KwargsHandler):
     """Whether only the repeated blocks (children of ``nn.ModuleList``) are compiled, which starts sooner."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         backend = DynamoBackend.NO if self.backend is None else self.backend
         object.__setattr__(self, "backend", DynamoBackend.parse(backend, "dynamo_backend"))
 
@@ -284,6 +329,8 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[type[KwargsHandler], K
         InitProcessGroupKwargs,
         ProfileKwargs,
     )
+    if handlers is not None and not isinstance(handlers, Iterable):
+        raise ConfigError(f"kwargs_handlers={handlers!r} must be a list of option objects.")
     sorted_handlers: dict[type[KwargsHandler], KwargsHandler] = {}
     for handler in handlers or ():
         kind = next((kind for kind in allowed if isinstance(handler, kind)), None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from lockstep.config import env
-from lockstep.config.choices import DebugTool, PrecisionType, RNGType, SchedulerUnit
+from lockstep.config.choices import DebugTool, DynamoBackend, PrecisionType, RNGType, SchedulerUnit
 from lockstep.config.handlers import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -113,18 +114,17 @@ def read_settings(
     for name, engine in env.UNBUILT.items():
         asked = name in environ and problems.attempt(lambda name=name: env.parse_flag(environ[name], name), False)  # type: ignore[misc]
         problems.refuse(asked, f"{name}={environ.get(name)!r} asks for {engine}, which is not supported yet. Unset it.")
+    if device_placement is None:
+        problems.found.append(ConfigError("device_placement=None must be True or False."))
     for name, flag in (("device_placement", device_placement), ("split_batches", split_batches), ("cpu", cpu)):
         problems.attempt(lambda name=name, flag=flag: _flag(name, flag), None)  # type: ignore[misc]
     precision = problems.attempt(
-        lambda: resolve("mixed_precision", mixed_precision, None, environ, lambda text, _: text), None
-    )
-    mode = problems.attempt(
-        lambda: None if precision is None or precision.value is None else _precision(precision.value), None
+        lambda: resolve("mixed_precision", read_precision(mixed_precision), None, environ, read_precision), None
     )
     settings = Settings(
         device_placement=device_placement,
         cpu=cpu,
-        mixed_precision=mode,
+        mixed_precision=None if precision is None else precision.value,
         precision_source="default" if precision is None else precision.source,
         accumulation=problems.attempt(
             lambda: _accumulation(gradient_accumulation_steps, gradient_accumulation_plugin, environ),
@@ -152,10 +152,11 @@ def _flag(name: str, value: Any) -> None:
         raise ConfigError(f"{name}={value!r} must be True or False.")
 
 
-def _precision(value: Any) -> PrecisionType:
-    mode = PrecisionType.parse(value, "mixed_precision")
+def read_precision(value: Any, name: str = "mixed_precision") -> PrecisionType | None:
+    """The precision asked for, under this name; None when nothing was said."""
+    mode = None if value is None else PrecisionType.parse(value, name)
     if mode is PrecisionType.FP8:
-        raise NotYetError("mixed_precision='fp8' is not supported yet. Allowed: 'no', 'fp16', 'bf16'.")
+        raise NotYetError(f"{name}='fp8' is not supported yet. Allowed: 'no', 'fp16', 'bf16'.")
     return mode
 
 
@@ -172,9 +173,12 @@ def _accumulation(
                 "are both set. Give one of them."
             )
         steps = plugin.num_steps if plugin.num_steps is not None else steps
-    found = resolve("gradient_accumulation_steps", steps, 1, environ, env.parse_int)
-    number = check_steps(found.value, "gradient_accumulation_steps")
-    return replace(plugin or GradientAccumulationPlugin(), num_steps=number)
+    found = resolve("gradient_accumulation_steps", steps, 1, environ, _steps)
+    return replace(plugin or GradientAccumulationPlugin(), num_steps=found.value)
+
+
+def _steps(text: str, name: str) -> int:
+    return check_steps(env.parse_int(text, name), name)
 
 
 def _kind(name: str, value: Any, kind: type) -> None:
@@ -195,6 +199,8 @@ def _data(split_batches: bool | None, options: DataLoaderConfiguration | None) -
 
 
 def _project(project_dir: Any, options: ProjectConfiguration | None) -> ProjectConfiguration:
+    if project_dir is not None and not isinstance(project_dir, (str, os.PathLike)):
+        raise ConfigError(f"project_dir={project_dir!r} is not a path. Give a str or a pathlib.Path.")
     if options is None:
         return ProjectConfiguration(project_dir=None if project_dir is None else str(project_dir))
     _kind("project_config", options, ProjectConfiguration)
@@ -214,13 +220,13 @@ def _dynamo(backend: Any, plugin: TorchDynamoPlugin | None, environ: Mapping[str
         if backend is not None:
             raise ConfigError(f"dynamo_backend={backend!r} and dynamo_plugin are both set. Give one of them.")
         return plugin
-    text = resolve("dynamo_backend", backend, "no", environ, lambda text, _: text).value
+    compiler = resolve("dynamo_backend", backend, DynamoBackend.NO, environ, DynamoBackend.parse).value
 
     def flag(setting: str) -> bool | None:
         return resolve(setting, None, None, environ, env.parse_flag).value
 
     return TorchDynamoPlugin(
-        backend=text,
+        backend=compiler,
         mode=resolve("dynamo_mode", None, None, environ, lambda text, _: text).value,
         fullgraph=flag("dynamo_use_fullgraph"),
         dynamic=flag("dynamo_use_dynamic"),
@@ -231,7 +237,7 @@ def _dynamo(backend: Any, plugin: TorchDynamoPlugin | None, environ: Mapping[str
 def _rng(types: Iterable[Any] | None) -> tuple[RNGType, ...]:
     if types is None:
         return (RNGType.GENERATOR,)
-    if isinstance(types, str):
+    if isinstance(types, str) or not isinstance(types, Iterable):
         raise ConfigError(f"rng_types={types!r} must be a list, such as ['generator', 'torch'].")
     return tuple(RNGType.parse(kind, "rng_types") for kind in types)
 
@@ -258,7 +264,7 @@ def parse_debug(value: Any, name: str) -> frozenset[DebugTool] | None:
         return None
     if isinstance(value, bool):
         return frozenset((DebugTool.COLLECTIVES,)) if value else frozenset()
-    names = [value] if isinstance(value, str) else list(value)
+    names = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
     tools = frozenset(DebugTool.parse(tool, name) for tool in names)
     if DebugTool.UNDERFLOW_OVERFLOW in tools:
         raise NotYetError(f"{name}='underflow_overflow' is not supported yet. Allowed: True, False, 'collectives'.")

@@ -61,7 +61,10 @@ class Accumulation:
         self._shared: tuple[float, float] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "optimizers": weakref.WeakSet()}  # weak references cannot be copied
+        return {name: value for name, value in self.__dict__.items() if name != "optimizers"}  # weak ones cannot go
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, optimizers=weakref.WeakSet())
 
     @property
     def active_loader(self) -> Loader | None:

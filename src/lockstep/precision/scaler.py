@@ -44,6 +44,8 @@ class LossScaler:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the scale out of the optimizer's gradients, once per update."""
+        if not self._scaler.is_enabled():
+            return
         state = self._scaler._per_optimizer_states[id(optimizer)]
         if state["stage"] is torch.amp.grad_scaler.OptState.READY:
             self._scaler.unscale_(optimizer)
@@ -73,3 +75,5 @@ class LossScaler:
         """Forget the optimizers, when they are freed."""
         self.flush()
         self._watched.clear()
+        if self._scaler.is_enabled():
+            self._scaler._per_optimizer_states.clear()  # kept by id, which another optimizer may get

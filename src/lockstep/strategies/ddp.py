@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.objects import all_objects
 from lockstep.comm.tensors import broadcast_leaves
 from lockstep.config.choices import DDPCommunicationHookType
 from lockstep.config.handlers import DistributedDataParallelKwargs
-from lockstep.errors import DistributedOperationException, UsageError
+from lockstep.errors import DistributedOperationException
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
@@ -39,6 +42,7 @@ class DDP:
         self._topology = topology
         self._group = group
         self._options = options
+        self._meetings: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Called on: all ranks. The model, with rank 0's weights, averaging its gradients over all ranks."""
@@ -68,10 +72,29 @@ class DDP:
     def _hook(self, wrapped: DistributedDataParallel) -> None:
         """Have the gradients travel as the options ask, and on CPU in a way that can be left."""
         hook, state = _compression(self._group, self._options)
+        if wrapped in self._meetings:
+            self._meetings.pop(wrapped).remove()  # one of the generation before
         if self._topology.device.type == "cpu":
-            wrapped.register_comm_hook(None, _owned(self._group, hook, state))
+            reference = weakref.ref(wrapped)  # torch would never let go of a model that its own hook holds
+            wrapped.register_comm_hook(None, _owned(self._group, hook, state, lambda: self._meet_once(reference())))
         elif hook is not None:
             wrapped.register_comm_hook(state, hook)
+
+    def _meet_once(self, wrapped: DistributedDataParallel | None) -> None:
+        """Have all ranks meet before the next forward.
+
+        In the forward after the first backward DDP lets the ranks agree on new buckets, in a call that cannot be left
+        for certain. So each rank first sees, in a way that can, that the others are there.
+        """
+        if wrapped is None or (self._options.find_unused_parameters and not self._options.static_graph):
+            return  # then DDP keeps its first buckets
+
+        def meet(module: nn.Module, _: Any) -> None:
+            if torch.is_grad_enabled():
+                self._group.barrier()
+                self._meetings.pop(module).remove()
+
+        self._meetings[wrapped] = wrapped.register_forward_pre_hook(meet)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None] | None:
         """A region in which backward leaves the gradients on this rank; None where there is nothing to hold back."""
@@ -117,14 +140,21 @@ class DDP:
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
-def _owned(group: Group, hook: Hook | None, state: Any) -> Callable[[Any, Any], torch.futures.Future[Any]]:
+def _owned(
+    group: Group, hook: Hook | None, state: Any, at_first: Callable[[], None]
+) -> Callable[[Any, Any], torch.futures.Future[Any]]:
     """A hook whose futures we own, so that a backward that waits for a failed rank can be made to return."""
     world_size = group.world_size
     options = dist.AllreduceOptions()
+    first = True
     pending = group.pending
 
     def average(_: Any, bucket: Any) -> torch.futures.Future[Any]:
+        nonlocal first
         group.check("averaging gradients")
+        if first:
+            first = False
+            at_first()
         promise: torch.futures.Future[Any] = torch.futures.Future()
         key = id(promise)
         if hook is None:
@@ -158,11 +188,6 @@ def _owned(group: Group, hook: Hook | None, state: Any) -> Callable[[Any, Any], 
 def _compression(group: Group, options: DistributedDataParallelKwargs) -> tuple[Hook | None, Any]:
     """The hook that compresses gradients as the options ask, and its state."""
     if options.comm_hook is DDPCommunicationHookType.NO:
-        if options.comm_wrapper is not DDPCommunicationHookType.NO:
-            raise UsageError(
-                f"DistributedDataParallelKwargs.comm_wrapper={options.comm_wrapper.value!r} wraps a comm_hook, and "
-                "comm_hook is 'no'. Set comm_hook, or leave comm_wrapper out."
-            )
         return None, None
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 

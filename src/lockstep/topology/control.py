@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from lockstep.errors import ConfigError
@@ -64,10 +66,16 @@ def share(inputs: Any, topology: Topology, apply_padding: bool = False) -> Any:
                 f"split_between_processes got a mapping whose values differ in length: {lengths}. "
                 "All must have the same length."
             )
-        return type(inputs)((key, share(value, topology, apply_padding)) for key, value in inputs.items())  # type: ignore[call-arg]
+        parts = {key: share(value, topology, apply_padding) for key, value in inputs.items()}
+        if type(inputs) is dict:
+            return parts
+        fresh: Any = copy.copy(inputs)  # constructors of other mappings differ too much to call
+        fresh.update(parts)
+        return fresh
     try:
         length = len(inputs)
-    except TypeError:
+        inputs[:0]
+    except (TypeError, KeyError):
         raise ConfigError(
             f"split_between_processes cannot divide a {type(inputs).__name__}. "
             "Allowed: lists, tuples, tensors, data sets with select(), and mappings of these."
@@ -93,8 +101,11 @@ def _is_dataset(inputs: Any) -> bool:
 
 
 def _padded(inputs: Any, part: Any, missing: int, start: int, end: int) -> Any:
-    if isinstance(part, torch.Tensor):
-        return torch.cat([part, inputs[-1:].expand(missing, *inputs.shape[1:])])
+    places = [*range(start, end), *[len(inputs) - 1] * missing]
+    if isinstance(inputs, (torch.Tensor, np.ndarray)):
+        return inputs[places]
     if _is_dataset(inputs):
-        return inputs.select([*range(start, end), *[len(inputs) - 1] * missing])
-    return part + inputs[-1:] * missing
+        return inputs.select(places)
+    if isinstance(inputs, (list, tuple, str, bytes)):
+        return part + inputs[-1:] * missing
+    return [inputs[place] for place in places]

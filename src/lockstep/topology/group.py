@@ -160,7 +160,7 @@ class Group:
         """Tell the others which ports our gloo listens on, and learn theirs."""
         if self.world_size == 1:
             return
-        self._own_ports = sockets.listener_ports(fds)
+        self._own_ports = sockets.listener_ports(fds) - {_port_of(self._root)}
         self._root.set(self._key(f"ports/{self.rank}"), json.dumps(sorted(self._own_ports)))
         answers = [self._root.get(self._key(f"ports/{peer}")) for peer in range(self.world_size) if peer != self.rank]
         self._peer_ports = frozenset(port for answer in answers for port in json.loads(answer))
@@ -208,6 +208,7 @@ class Group:
 
     def wait(self, work: Any, doing: str) -> None:
         """Wait for a collective of ours, in slices, so that the end of the generation is noticed."""
+        done = False
         while True:
             try:
                 work.wait(POLL)
@@ -215,8 +216,9 @@ class Group:
                 if self.disturbed and self._cause is not None:
                     self._abandoned.append((self._pg, work))
                     raise self._cause.failure(doing) from None
-                if work.is_completed():
+                if done:
                     raise self.explain(error, doing) from error
+                done = work.is_completed()  # maybe since the slice ran out: only the next error is its own
             else:
                 return
 
@@ -269,7 +271,10 @@ class Group:
     def end(self, what: str, *, leaving: bool = False) -> Cause:
         """Called on: the rank that failed. Tell the others; the first cause told is the one that counts."""
         mine = Cause(rank=self.rank, tick=self.tick, what=what, leaving=leaving)
-        told = self._root.compare_set(self._key("end"), "", json.dumps(asdict(mine)))
+        try:
+            told = self._root.compare_set(self._key("end"), "", json.dumps(asdict(mine)))
+        except dist.DistNetworkError as error:
+            raise self._lost_store(f"tell the others of its failure ({what})") from error
         cause = Cause(**json.loads(told))
         self._ended(self.generation, cause)
         for peer in range(self.world_size):
@@ -349,6 +354,14 @@ class Group:
                 f"Rank {self.rank} waited {self.timeout.total_seconds():.0f} s to {purpose}. "
                 f"Missing: {', '.join(f'rank {peer}' for peer in missing)}."
             ) from None
+        except dist.DistNetworkError as error:
+            raise self._lost_store(purpose) from error
+
+    def _lost_store(self, purpose: str) -> TopologyError:
+        return TopologyError(
+            f"Rank {self.rank} wanted to {purpose}, but the job's store is gone, and with it who keeps it: "
+            "the launcher, or else rank 0. Its own output tells why it went away."
+        )
 
     # --- watching and closing ----------------------------------------------------------------------------------
 
@@ -421,6 +434,13 @@ class _Watcher:
         with contextlib.suppress(RuntimeError):
             self._store.set(self._key, "")
         self._thread.join(timeout=5)
+
+
+def _port_of(store: dist.Store) -> int | None:
+    """Where the store listens, if it does: a line to it is not gloo's, and is needed to meet again."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, dist.TCPStore) else None
 
 
 def _open_store(topology: Topology, init_method: str | None, timeout: timedelta) -> Store:

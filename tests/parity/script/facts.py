@@ -17,8 +17,8 @@ from accelerate import (
     InitProcessGroupKwargs,
     PartialState,
     ProfileKwargs,
+    utils,
 )
-from accelerate import utils
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     DynamoBackend,
@@ -29,7 +29,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
     set_seed,
 )
-from notes import attempt, fresh, plain
+from notes import fresh, plain
 from training import where
 
 OPTIONS = (
@@ -44,11 +44,25 @@ OPTIONS = (
     TorchDynamoPlugin,
 )
 CHOICES = (DistributedType, PrecisionType, RNGType, DynamoBackend, DDPCommunicationHookType)
-FUNCTIONS = (
-    "broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32 find_batch_size gather "
-    "gather_object pad_across_processes recursively_apply reduce send_to_device set_seed slice_tensors "
-    "synchronize_rng_state synchronize_rng_states wait_for_everyone"
-).split()
+FUNCTIONS = [
+    "broadcast",
+    "broadcast_object_list",
+    "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "find_batch_size",
+    "gather",
+    "gather_object",
+    "pad_across_processes",
+    "recursively_apply",
+    "reduce",
+    "send_to_device",
+    "set_seed",
+    "slice_tensors",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
+    "wait_for_everyone",
+]
 
 
 def scenarios():
@@ -71,19 +85,41 @@ def scenarios():
     }
 
 
-NAMES = (
-    "num_processes process_index local_process_index is_main_process is_local_main_process is_last_process "
-    "use_distributed distributed_type"
-).split()
+NAMES = [
+    "num_processes",
+    "process_index",
+    "local_process_index",
+    "is_main_process",
+    "is_local_main_process",
+    "is_last_process",
+    "use_distributed",
+    "distributed_type",
+]
 
 
 def attributes():
     accelerator = fresh()
-    more = (
-        "multi_device mixed_precision sync_gradients gradient_accumulation_steps optimizer_step_was_skipped "
-        "split_batches dispatch_batches even_batches use_seedable_sampler non_blocking use_stateful_dataloader "
-        "project_dir logging_dir save_iteration device_placement step_scheduler_with_optimizer rng_types scaler step"
-    ).split()
+    more = [
+        "multi_device",
+        "mixed_precision",
+        "sync_gradients",
+        "gradient_accumulation_steps",
+        "optimizer_step_was_skipped",
+        "split_batches",
+        "dispatch_batches",
+        "even_batches",
+        "use_seedable_sampler",
+        "non_blocking",
+        "use_stateful_dataloader",
+        "project_dir",
+        "logging_dir",
+        "save_iteration",
+        "device_placement",
+        "step_scheduler_with_optimizer",
+        "rng_types",
+        "scaler",
+        "step",
+    ]
     return {
         "accelerator": {name: getattr(accelerator, name) for name in (*NAMES, *more)},
         "state": {name: getattr(accelerator.state, name) for name in (*NAMES, "mixed_precision", "initialized")},
@@ -166,15 +202,48 @@ def parameters(function):
 
 
 NAMES_OF_PREPARED = {
-    "optimizer": (
-        "optimizer state param_groups defaults add_param_group load_state_dict state_dict zero_grad step "
-        "step_was_skipped train eval scaler"
-    ).split(),
-    "scheduler": "scheduler optimizers step get_last_lr get_lr print_lr state_dict load_state_dict base_lrs".split(),
-    "loader": (
-        "dataset batch_size sampler batch_sampler collate_fn num_workers drop_last pin_memory set_epoch iteration "
-        "total_batch_size total_dataset_length end_of_dataloader remainder"
-    ).split(),
+    "optimizer": [
+        "optimizer",
+        "state",
+        "param_groups",
+        "defaults",
+        "add_param_group",
+        "load_state_dict",
+        "state_dict",
+        "zero_grad",
+        "step",
+        "step_was_skipped",
+        "train",
+        "eval",
+        "scaler",
+    ],
+    "scheduler": [
+        "scheduler",
+        "optimizers",
+        "step",
+        "get_last_lr",
+        "get_lr",
+        "print_lr",
+        "state_dict",
+        "load_state_dict",
+        "base_lrs",
+    ],
+    "loader": [
+        "dataset",
+        "batch_size",
+        "sampler",
+        "batch_sampler",
+        "collate_fn",
+        "num_workers",
+        "drop_last",
+        "pin_memory",
+        "set_epoch",
+        "iteration",
+        "total_batch_size",
+        "total_dataset_length",
+        "end_of_dataloader",
+        "remainder",
+    ],
 }
 
 
@@ -199,11 +268,31 @@ def prepared(kind):
 def instance():
     """What an accelerator carries beside the members of its class."""
     accelerator = fresh()
-    names = (
-        "state gradient_state project_configuration dataloader_config device_placement step_scheduler_with_optimizer "
-        "rng_types scaler step trackers log_with native_amp flag_tensor ddp_handler scaler_handler init_handler "
-        "autocast_handler profile_handler _models _optimizers _schedulers _dataloaders _custom_objects"
-    ).split()
+    names = [
+        "state",
+        "gradient_state",
+        "project_configuration",
+        "dataloader_config",
+        "device_placement",
+        "step_scheduler_with_optimizer",
+        "rng_types",
+        "scaler",
+        "step",
+        "trackers",
+        "log_with",
+        "native_amp",
+        "flag_tensor",
+        "ddp_handler",
+        "scaler_handler",
+        "init_handler",
+        "autocast_handler",
+        "profile_handler",
+        "_models",
+        "_optimizers",
+        "_schedulers",
+        "_dataloaders",
+        "_custom_objects",
+    ]
     return {name: hasattr(accelerator, name) for name in names}
 
 

@@ -28,7 +28,7 @@ def scenarios(exact):
 
     split = DataLoaderConfiguration(split_batches=True)
     runs = {
-        "plain": lambda: train(),
+        "plain/as it is": lambda: train(),
         "plain/uneven data": lambda: train(samples=21),
         "plain/uneven data kept uneven by drop_last": lambda: train(samples=21, drop_last=True),
         "plain/adamw": lambda: train(optimizer=torch.optim.AdamW),
@@ -65,7 +65,7 @@ def scenarios(exact):
             ),
             f"schedule/{name}, split batches": lambda make=make: train(scheduler=make, dataloader_config=split),
             f"schedule/{name}, without the optimizer": lambda make=make: train(
-                scheduler=make if "short" not in name else SCHEDULERS["lambda"], step_scheduler_with_optimizer=False
+                scheduler=make, step_scheduler_with_optimizer=False
             ),
         }
     return {f"train/{name}": run for name, run in runs.items()}

@@ -108,7 +108,7 @@ def test_a_scheduler_made_for_the_prepared_optimizer() -> None:
 
 def test_arguments_of_step_are_passed_on() -> None:
     accelerator = Accelerator(cpu=True)
-    model, optimizer = parts()
+    _, optimizer = parts()
     scheduler = accelerator.prepare_scheduler(ReduceLROnPlateau(optimizer, patience=0, factor=0.5))
     for loss in (1.0, 2.0, 3.0):
         scheduler.step(loss)

@@ -1,0 +1,87 @@
+"""What can be imported, from where."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import lockstep
+import lockstep.utils
+import lockstep.utils.operations
+from lockstep import Accelerator
+from lockstep.comm import tensors
+
+TOP = """
+Accelerator AcceleratorState AutocastKwargs ConfigError DDPCommunicationHookType DataLoaderConfiguration
+DistributedDataParallelKwargs DistributedOperationException DistributedType GradScalerKwargs
+GradientAccumulationPlugin GradientState InitProcessGroupKwargs LockstepError NotYetError PartialState PeerFailure
+ProfileKwargs ProjectConfiguration TopologyError TorchDynamoPlugin UsageError __version__ set_seed
+synchronize_rng_states tqdm
+""".split()  # noqa: SIM905
+
+OPERATIONS = """
+DistributedOperationException broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32
+find_batch_size gather gather_object pad_across_processes recursively_apply reduce send_to_device slice_tensors
+""".split()  # noqa: SIM905
+
+
+def test_the_top_level_is_exactly_this() -> None:
+    assert sorted(lockstep.__all__) == sorted(TOP)
+
+
+def test_all_is_sorted_and_says_each_name_once() -> None:
+    for module in (lockstep, lockstep.utils, lockstep.utils.operations):
+        assert module.__all__ == sorted(set(module.__all__))
+
+
+def test_every_name_can_be_loaded_and_nothing_else() -> None:
+    for name in lockstep.__all__:
+        assert getattr(lockstep, name) is not None
+        assert name in dir(lockstep)
+    places = {name for names in lockstep._PLACES.values() for name in names}
+    assert places | {"__version__"} == set(lockstep.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Acelerator'"):
+        _ = lockstep.Acelerator
+
+
+def test_names_are_loaded_from_where_they_live() -> None:
+    for place, names in lockstep._PLACES.items():
+        for name in names:
+            assert getattr(lockstep, name) is getattr(importlib.import_module(place), name)
+
+
+def test_nothing_is_loaded_before_it_is_used() -> None:
+    code = (
+        "import sys, lockstep; assert 'torch' not in sys.modules; assert 'Accelerator' not in vars(lockstep); "
+        "lockstep.ConfigError; assert 'torch' not in sys.modules; "
+        "from lockstep import Accelerator; assert 'torch' in sys.modules; assert 'Accelerator' in vars(lockstep)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_utils() -> None:
+    assert set(OPERATIONS) == set(lockstep.utils.operations.__all__)
+    assert set(OPERATIONS) <= set(lockstep.utils.__all__)
+    for module in (lockstep.utils, lockstep.utils.operations):
+        for name in module.__all__:
+            assert not getattr(getattr(module, name), "__module__", "").startswith("lockstep.utils")
+    for name in ("DistributedType", "ProjectConfiguration", "set_seed", "tqdm", "wait_for_everyone"):
+        assert name in lockstep.utils.__all__
+
+
+def test_reduce_has_two_defaults() -> None:
+    assert inspect.signature(lockstep.utils.reduce).parameters["reduction"].default == "mean"
+    assert inspect.signature(lockstep.utils.operations.reduce).parameters["reduction"].default == "mean"
+    assert inspect.signature(Accelerator.reduce).parameters["reduction"].default == "sum"
+    assert inspect.signature(tensors.reduce).parameters["reduction"].default == "mean"
+
+
+def test_a_wrong_reduction(alone: None) -> None:
+    with pytest.raises(lockstep.ConfigError, match="reduction='max' is not known. Allowed: 'sum', 'mean', 'none'"):
+        lockstep.utils.reduce(torch.ones(1), "max")
