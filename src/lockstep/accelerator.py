@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lockstep.comm import objects, rng, tensors, trees
+from lockstep.comm.agree import Agreement, agree
+from lockstep.comm.view import ProcessView
 from lockstep.config import env
 from lockstep.config.choices import DebugTool, PrecisionType
 from lockstep.config.handlers import (
@@ -44,7 +46,7 @@ from lockstep.strategies.choose import choose
 from lockstep.strategies.compiling import compile_model
 from lockstep.topology import current
 from lockstep.topology.memory import empty_cache
-from lockstep.topology.view import ProcessView
+from lockstep.topology.topology import Topology
 
 logger = get_logger(__name__)
 _numbers = itertools.count()
@@ -52,7 +54,9 @@ _OWNER = "_lockstep_owner"
 _LATER = (
     "save, save_model, save_state, load_state, get_state_dict, register_for_checkpointing, skip_first_batches, "
     "register_save_state_pre_hook, register_load_state_pre_hook, join_uneven_inputs, init_trackers, get_tracker, "
-    "log, trackers, maybe_context_parallel, lomo_backward, torch_device_mesh"
+    "log, trackers, maybe_context_parallel, lomo_backward, torch_device_mesh, is_fsdp2, deepspeed_plugin, fp8_backend, "
+    "should_save_model, tensor_parallel_rank, data_parallel_rank, data_parallel_shard_rank, pipeline_parallel_rank, "
+    "context_parallel_rank, is_composable_parallelism_enabled, deepspeed_ulysses_dl_adapter"
 )
 """Names of the known interface that this release does not have."""
 
@@ -123,12 +127,12 @@ class Accelerator(ProcessView):
             },
         )
         init = settings.handlers.get(InitProcessGroupKwargs)
-        debug_mode = True if DebugTool.COLLECTIVES in settings.debug else None  # a second Accelerator does not end it
-        session = current.require(cpu=cpu, init=init, debug=debug_mode)  # type: ignore[arg-type]
+        # A second Accelerator that says nothing of debug mode does not end it.
+        debug_mode = DebugTool.COLLECTIVES in settings.debug or (False if debug is False else None)
+        session = current.require(cpu=cpu, init=init, debug=debug_mode, check=self._check_place)  # type: ignore[arg-type]
         self._session, self._topology, self._group = session, session.topology, session.group
         asked = None if settings.mixed_precision is None else settings.mixed_precision.value
         mode = PrecisionType(settle_precision(session, asked))
-        mixed.check_device(mode, self.device)
         self._precision = mixed.Precision(mode, self.device, settings.handler(AutocastKwargs))
         self._scaler = self._precision.make_scaler(settings.handler(GradScalerKwargs))
         self._accumulation = Accumulation(settings.accumulation)
@@ -146,6 +150,12 @@ class Accelerator(ProcessView):
         self._guarded = False
         self._group.on_reform(self._start_again)
         session.accelerator = self
+
+    def _check_place(self, topology: Topology) -> None:
+        """Refuse what the device cannot do, before a process group is made."""
+        rng.check_types(self._settings.rng_types, topology.device)
+        if self._settings.mixed_precision is not None:
+            mixed.check_device(self._settings.mixed_precision, topology.device)
 
     def __repr__(self) -> str:
         return (
@@ -578,6 +588,10 @@ class Accelerator(ProcessView):
         if raised:
             self._trigger = False
         return raised
+
+    def agree(self, step: Callable[[], Any]) -> Agreement[Any]:
+        """Called on: all ranks. Run a step on every rank; when it fails on any, all leave it and learn who failed."""
+        return agree(self._group, step)
 
     set_breakpoint = set_trigger
     check_breakpoint = check_trigger

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.view import ProcessView
 from lockstep.config.choices import DebugTool
 from lockstep.config.env import snapshot
 from lockstep.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
@@ -13,7 +14,6 @@ from lockstep.config.settings import read_debug, read_precision
 from lockstep.errors import ConfigError, UsageError
 from lockstep.optim.accumulation import Accumulation
 from lockstep.topology import current
-from lockstep.topology.view import ProcessView
 
 
 class PartialState(ProcessView):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 
 from lockstep import __version__
+from lockstep.errors import LockstepError
 
 COMMANDS = {"env": "say where this process would run, on what, and why"}
 """Subcommand -> what it does; each is the module of its name, with ``add_arguments`` and ``run``."""
@@ -24,4 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 0
-    return int(importlib.import_module(f"lockstep.cli.{arguments.command}").run(arguments))
+    try:
+        return int(importlib.import_module(f"lockstep.cli.{arguments.command}").run(arguments))
+    except LockstepError as error:
+        print(f"lockstep {arguments.command}: {error}", file=sys.stderr)
+        return 2

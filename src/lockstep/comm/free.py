@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.comm import objects, tensors
+from lockstep.comm.barrier import barrier
 from lockstep.topology import current
 
 
@@ -40,4 +41,4 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 def wait_for_everyone() -> None:
     """Called on: all ranks. Wait until every rank is here."""
-    current.require().group.barrier()
+    barrier(current.require().group)

@@ -88,6 +88,11 @@ def synchronize(
         _write(kind, device, generator, states[str(kind)].cpu())
 
 
+def check_types(rng_types: Iterable[RNGType], device: torch.device) -> None:
+    """Raise unless a process on this device has all these kinds of generators."""
+    _check(device, [kind for kind in rng_types if kind is not RNGType.GENERATOR], None)
+
+
 def _check(
     device: torch.device, rng_types: Iterable[RNGType | str], generator: torch.Generator | None
 ) -> list[RNGType]:

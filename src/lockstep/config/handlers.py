@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from lockstep.config.choices import DDPCommunicationHookType, DynamoBackend, TailDivisor
@@ -273,7 +273,7 @@ class ProjectConfiguration:
     def __post_init__(self) -> None:
         self.set_directories(self.project_dir)
 
-    def set_directories(self, project_dir: str | Path | None = None) -> None:
+    def set_directories(self, project_dir: str | os.PathLike[Any] | None = None) -> None:
         """Set the project folder, and the logging folder where none was given."""
         self.project_dir = None if project_dir is None else str(project_dir)
         if self.logging_dir is None:

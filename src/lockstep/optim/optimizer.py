@@ -92,6 +92,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Load a state that the wrapped optimizer gave."""
         self.optimizer.load_state_dict(state_dict)
 
+    def train(self) -> None:
+        """Tell an optimizer that keeps other weights for evaluation that training goes on; nothing for others."""
+        getattr(self.optimizer, "train", lambda: None)()
+
+    def eval(self) -> None:
+        """Tell such an optimizer that evaluation begins; nothing for others."""
+        getattr(self.optimizer, "eval", lambda: None)()
+
     def parameters(self) -> list[Tensor]:
         """All parameters, of all groups."""
         return [parameter for group in self.param_groups for parameter in group["params"]]

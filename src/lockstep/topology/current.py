@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ class Session:
     """Who this process is."""
     group: Group
     """How it talks to the others."""
+    init: InitProcessGroupKwargs
+    """What the process group was made with."""
     mixed_precision: str | None = None
     """The precision that the first Accelerator of the process settled; None before."""
     accelerator: Any = None
@@ -35,6 +38,10 @@ class Session:
 class _Slot:
     def __init__(self) -> None:
         self.session: Session | None = None
+        self.joined = 0
+        """How often this process has joined a job: each time has its own place in the store."""
+        self.stores: dict[str, Any] = {}
+        """The store of the last job, by its address."""
 
 
 _slot = _Slot()
@@ -46,16 +53,23 @@ def peek() -> Session | None:
 
 
 def require(
-    *, cpu: bool | None = None, init: InitProcessGroupKwargs | None = None, debug: bool | None = None
+    *,
+    cpu: bool | None = None,
+    init: InitProcessGroupKwargs | None = None,
+    debug: bool | None = None,
+    check: Callable[[Topology], None] | None = None,
 ) -> Session:
     """Called on: all ranks. The session; the first call of the process detects where it runs and joins the job.
 
-    ``cpu=False`` says nothing, as in Accelerate: scripts pass on the default of their own flag.
+    ``cpu=False`` says nothing, as in Accelerate: scripts pass on the default of their own flag. ``check`` may refuse
+    the place that was found before the process group is made.
     """
     environ = env.snapshot()
     session = _slot.session
     if session is not None:
         _check_same(session, cpu, init)
+        if check is not None:
+            check(session.topology)
         if debug is not None:
             session.group.debug = debug
         return session
@@ -63,6 +77,8 @@ def require(
     device = resolve.resolve("device", None, None, environ, resolve.as_text).value
     init = init or InitProcessGroupKwargs()
     topology = discover(environ, cpu=cpu, device=device, backend=init.backend)
+    if check is not None:
+        check(topology)
     warning = old_kernel_warning()
     if warning is not None and topology.is_local_main:
         warnings.warn(warning, stacklevel=3)
@@ -70,8 +86,16 @@ def require(
         import torch
 
         torch.accelerator.set_device_index(topology.device.index or 0)
-    group = Group.connect(topology, init_method=init.init_method, timeout=init.timeout, debug=bool(debug))
-    _slot.session = Session(topology=topology, group=group)
+    group = Group.connect(
+        topology,
+        init_method=init.init_method,
+        timeout=init.timeout,
+        debug=bool(debug),
+        session=_slot.joined,
+        stores=_slot.stores,
+    )
+    _slot.joined += 1
+    _slot.session = Session(topology=topology, group=group, init=init)
     return _slot.session
 
 
@@ -81,11 +105,13 @@ def _check_same(session: Session, cpu: bool | None, init: InitProcessGroupKwargs
             f"cpu=True: this process already uses {session.topology.device}. The device is settled by the first "
             "Accelerator or PartialState of the process; pass cpu=True there."
         )
-    if init is not None and init.timeout is not None and init.timeout != session.group.timeout:
-        raise ConfigError(
-            f"InitProcessGroupKwargs.timeout={init.timeout}: the process group exists already, with "
-            f"{session.group.timeout}. Pass it to the first Accelerator or PartialState of the process."
-        )
+    for name, asked in ({} if init is None else init.to_kwargs()).items():
+        in_force = session.group.timeout if name == "timeout" else getattr(session.init, name)
+        if asked != in_force:
+            raise ConfigError(
+                f"InitProcessGroupKwargs.{name}={asked}: the process group exists already, with {in_force}. "
+                "Pass it to the first Accelerator or PartialState of the process."
+            )
 
 
 def reset() -> None:

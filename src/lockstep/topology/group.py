@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.errors import PeerFailure, TopologyError
 from lockstep.topology import sockets
@@ -96,6 +97,7 @@ class Group:
         self._callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._owned = False
         self._hosts_store = False
+        self._excepthook: Any = None
 
     # --- joining -----------------------------------------------------------------------------------------------
 
@@ -107,16 +109,22 @@ class Group:
         init_method: str | None = None,
         timeout: timedelta | None = None,
         debug: bool = False,
+        session: int = 0,
+        stores: dict[str, Store] | None = None,
     ) -> Group:
-        """Called on: all ranks. Join the job; a process that nobody started as part of one is alone."""
+        """Called on: all ranks. Join the job; a process that nobody started as part of one is alone.
+
+        ``session`` counts how often this process has joined before, and ``stores`` holds the store of the last time:
+        a process that leaves and joins again finds the same store, and a fresh place in it.
+        """
         group = cls(topology, timeout=timeout, debug=debug)
         if topology.backend is None:
             return group
         if dist.is_initialized():
-            group._adopt()
+            group._adopt(session)
         else:
-            store = _open_store(topology, init_method, group.timeout)
-            group._store = PrefixStore(f"lockstep/attempt_{topology.restart_count}", store)
+            store = _open_store(topology, init_method, group.timeout, {} if stores is None else stores)
+            group._store = PrefixStore(f"lockstep/attempt_{topology.restart_count}/session_{session}", store)
             group._join()
             group._owned = True
             group._hosts_store = topology.rank == 0 and topology.world_size > 1 and not topology.agent_store
@@ -124,7 +132,7 @@ class Group:
             group._watch()
         return group
 
-    def _adopt(self) -> None:
+    def _adopt(self, session: int) -> None:
         """Take over the process group that the user's script has made."""
         if dist.get_world_size() != self.world_size or dist.get_rank() != self.rank:
             raise TopologyError(
@@ -134,7 +142,7 @@ class Group:
             )
         self._pg = dist.group.WORLD
         self.backend = dist.get_backend()
-        self._store = PrefixStore("lockstep", dist.distributed_c10d._get_default_store())
+        self._store = PrefixStore(f"lockstep/session_{session}", dist.distributed_c10d._get_default_store())
         self._meet("adopt")
         self._learn_ports(sockets.list_fds())
 
@@ -142,6 +150,7 @@ class Group:
         """Make this generation's process group."""
         before = sockets.list_fds()
         hook = sys.excepthook
+        self._excepthook = self._excepthook or hook
         bound = self.device if self.device.type == "cuda" else None
         dist.init_process_group(
             self.backend,
@@ -238,6 +247,12 @@ class Group:
         if self._cause is not None:
             return self._cause.failure(doing)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "timed out" in first.lower() or "timeout" in first.lower():
+            return PeerFailure(
+                f"While {doing}, rank {self.rank} waited {self.timeout.total_seconds():.0f} s for another rank, which "
+                "did not come. It is busy or stuck elsewhere: look at what it does, or allow more time with "
+                "InitProcessGroupKwargs(timeout=…)."
+            )
         return PeerFailure(
             f"While {doing}, rank {self.rank} lost the connection to another rank ({first}). "
             "That rank's own output tells why it went away."
@@ -389,6 +404,7 @@ class Group:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
+            sys.excepthook = self._excepthook or sys.excepthook
         self._say_goodbye()
         self._pg = None
         self._store = self._side = None
@@ -436,22 +452,26 @@ class _Watcher:
         self._thread.join(timeout=5)
 
 
-def _port_of(store: dist.Store) -> int | None:
+def _port_of(store: Store) -> int | None:
     """Where the store listens, if it does: a line to it is not gloo's, and is needed to meet again."""
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store.port if isinstance(store, dist.TCPStore) else None
+    return store.port if isinstance(store, TCPStore) else None
 
 
-def _open_store(topology: Topology, init_method: str | None, timeout: timedelta) -> Store:
+def _open_store(topology: Topology, init_method: str | None, timeout: timedelta, kept: dict[str, Store]) -> Store:
     """Called on: all ranks. The store that the job's ranks share."""
     url = init_method or f"tcp://{topology.main_address}:{topology.main_port}"
     if init_method is None and topology.main_address is None and topology.world_size == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
     if url.startswith("env://"):
         url = f"tcp://{topology.main_address}:{topology.main_port}"
+    if url in kept:
+        return kept[url]
+    kept.clear()
     try:
         store, _, _ = next(dist.rendezvous(url, topology.rank, topology.world_size, timeout=timeout))  # type: ignore[attr-defined]
+        kept[url] = store
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         reason = str(error).strip().splitlines()[0]
         raise TopologyError(

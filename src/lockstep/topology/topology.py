@@ -79,6 +79,7 @@ def discover(
         cpu=cpu, fixed=device, local_rank=place.local_rank, local_world_size=place.local_world_size
     )
     launched = place.launcher != "none"
+    over = devices.backend_for(choice.device, backend)
     return Topology(
         rank=place.rank,
         world_size=place.world_size,
@@ -88,7 +89,7 @@ def discover(
         num_nodes=place.num_nodes,
         device=choice.device,
         device_reason=choice.reason,
-        backend=devices.backend_for(choice.device, backend) if launched else None,
+        backend=over if launched else None,
         distributed_type=devices.distributed_type(choice.device, place.world_size),
         launcher=place.launcher,
         reason=place.reason,

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from lockstep.comm import control
+from lockstep.comm.barrier import barrier
 from lockstep.config.choices import DistributedType
 from lockstep.errors import ConfigError
-from lockstep.topology import control
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
@@ -99,7 +100,7 @@ class ProcessView:
 
     def wait_for_everyone(self) -> None:
         """Called on: all ranks. Wait until every rank is here."""
-        self._group.barrier()
+        barrier(self._group)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per machine."""

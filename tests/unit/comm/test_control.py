@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
-from lockstep.topology.control import only_on, print_here, share
+from lockstep.comm.control import only_on, print_here, share
 from lockstep.topology.topology import Topology
 
 CPU = torch.device("cpu")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from lockstep.comm.barrier import barrier
 from lockstep.errors import ConfigError
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
@@ -35,12 +36,12 @@ def only_on(chosen: bool, function: Function) -> Function:
 def first(group: Group, am_first: bool) -> Iterator[None]:
     """Called on: all ranks. The chosen ranks run the block, then the others, even when the first ones fail in it."""
     if not am_first:
-        group.barrier()
+        barrier(group)
     try:
         yield
     finally:
         if am_first:
-            group.barrier()
+            barrier(group)
 
 
 def print_here(topology: Topology, *args: Any, **kwargs: Any) -> None:
