@@ -17,7 +17,7 @@ from lockstep.comm import objects, rng, tensors, trees
 from lockstep.comm.agree import Agreement, agree
 from lockstep.comm.view import ProcessView
 from lockstep.config import env
-from lockstep.config.choices import DebugTool, PrecisionType
+from lockstep.config.choices import DebugTool, PrecisionType, RNGType
 from lockstep.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -338,19 +338,25 @@ class Accelerator(ProcessView):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> PreparedDataLoader:
-        """One loader: this rank's share of it."""
+        """Called on: all ranks. One loader: this rank's share of it."""
         if slice_fn_for_dispatch is not None:
             raise UsageError("slice_fn_for_dispatch belongs to dispatch_batches, which is not supported yet.")
         if isinstance(data_loader, PreparedDataLoader) and self._known(data_loader, self._dataloaders):
             return data_loader
         place = self.device_placement if device_placement is None else device_placement
+        options = self.dataloader_config
+        if options.use_seedable_sampler and options.data_seed is None:
+            # Seeds may differ between ranks; the order may not.
+            (seed,) = objects.broadcast_object_list(self._group, [torch.initial_seed() % 2**31])
+            options = dataclasses.replace(options, data_seed=seed)
         made = prepare_loader(
             data_loader,
             self._topology,
-            self.dataloader_config,
+            options,
             device=self.device if place else None,
             open_loaders=self._accumulation.loaders,
             synchronize=self._synchronize_loader,
+            own_generator=RNGType.GENERATOR in self._settings.rng_types,
         )
         self._dataloaders.append(made)
         return made
@@ -556,17 +562,14 @@ class Accelerator(ProcessView):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Called on: all ranks. The same, without the samples that were repeated to fill the last batch."""
         leaves, _ = trees.flatten(input_data)
-        if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in leaves):
-            data = objects.gather_object(self._group, input_data)
-        else:
-            data = self.gather(input_data)
+        as_objects = use_gather_object or not all(isinstance(leaf, Tensor) for leaf in leaves)
+        data = objects.gather_object(self._group, input_data) if as_objects else self.gather(input_data)
         loader = self._accumulation.active_loader
         if not self.use_distributed or loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
             return data
-        real = slice(loader.remainder)
-        if isinstance(data, list) and data and not isinstance(data[0], Tensor):
-            return data[real]
-        return trees.map_tensors(lambda leaf: leaf[real] if leaf.ndim else leaf, data)
+        if as_objects:
+            return data[: loader.real(len(data))]
+        return trees.map_tensors(lambda leaf: leaf[: loader.real(len(leaf))], data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Called on: all ranks. Each tensor of the structure summed (or averaged) over the ranks."""

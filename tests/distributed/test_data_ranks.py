@@ -100,7 +100,12 @@ COUNTS = [(10, 2), (11, 2), (12, 3), (7, 4), (1, 2), (3, 1), (24, 4)]
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_sample_is_seen_and_metrics_are_exact(world_size: int) -> None:
     cases: list[Any] = [(kind, n, size, {}) for kind in ("map", "stream", "sized") for n, size in COUNTS]
-    cases += [("map", 7, None, {}), ("stream", 7, None, {}), ("blocks", 12, None, {}), ("map", 7, 2, {"num_workers": 2})]
+    cases += [
+        ("map", 7, None, {}),
+        ("stream", 7, None, {}),
+        ("blocks", 12, None, {}),
+        ("map", 7, 2, {"num_workers": 2}),
+    ]
     results = run_ranks(walk, world_size, cases, {})
     for case, *ranks in zip(cases, *results, strict=True):
         count = case[1]
@@ -182,15 +187,20 @@ def test_batches_that_cannot_be_split() -> None:
     assert all("fixed batch_size" in text for text in run_ranks(refused, 2, None))
 
 
-def objects() -> list[str]:
+def structures() -> tuple[list[str], list[int], list[int]]:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(Map(5), batch_size=2))
     names: list[str] = []
+    nested: list[int] = []
+    whole: list[int] = []
     for batch in loader:
         names += accelerator.gather_for_metrics([f"sample {place}" for place in batch.tolist()])
-    return names
+        nested += accelerator.gather_for_metrics([{"ids": batch}])[0]["ids"].tolist()
+        whole += [int(one) for one in accelerator.gather_for_metrics(list(batch), use_gather_object=True)]
+    return names, nested, whole
 
 
-def test_metrics_of_objects() -> None:
-    for names in run_ranks(objects, 2):
+def test_metrics_of_objects_and_structures() -> None:
+    for names, nested, whole in run_ranks(structures, 2):
         assert names == [f"sample {place}" for place in range(5)]
+        assert nested == whole == list(range(5))

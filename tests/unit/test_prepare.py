@@ -85,9 +85,7 @@ def test_by_their_own_methods() -> None:
 
 @pytest.mark.parametrize("scheduler_first", [True, False])
 def test_a_scheduler_follows_its_optimizer_whichever_came_first(scheduler_first: bool) -> None:
-    accelerator = Accelerator(
-        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=16.0)]
-    )
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=16.0)])
     models = nn.Linear(1, 1), nn.Linear(1, 1)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
     schedulers = [LambdaLR(optimizer, lambda step: step + 1) for optimizer in optimizers]

@@ -83,5 +83,5 @@ def test_reduce_has_two_defaults() -> None:
 
 
 def test_a_wrong_reduction(alone: None) -> None:
-    with pytest.raises(lockstep.ConfigError, match="reduction='max' is not known. Allowed: 'sum', 'mean', 'none'"):
+    with pytest.raises(lockstep.ConfigError, match=r"reduction='max' is not known\. Allowed: 'sum', 'mean', 'none'"):
         lockstep.utils.reduce(torch.ones(1), "max")

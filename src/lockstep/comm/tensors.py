@@ -50,8 +50,6 @@ class _Plan:
         self.one_device = len(devices) == 1
         self.device = devices.pop() if self.one_device else group.device
         self._world_size = world_size = group.world_size
-        self.joined = [(world_size * leaf.shape[0], *leaf.shape[1:]) if leaf.ndim else (world_size,) for leaf in leaves]
-        """The shape of each leaf of all ranks together."""
         slots, offset = [], 0
         for leaf in leaves:
             nbytes = leaf.numel() * leaf.element_size()
@@ -61,7 +59,7 @@ class _Plan:
         self.nbytes = offset
         self._kept = offset * (world_size + 1) <= _KEEP_BYTES
         self._sending: tuple[Tensor, list[Tensor]] | None = None
-        self._receiving: tuple[Tensor, list[Tensor]] | None = None
+        self._receiving: tuple[Tensor, list[list[Tensor]]] | None = None
 
     def sending(self) -> tuple[Tensor, list[Tensor]]:
         """A buffer for one rank's leaves, and each leaf's place in it."""
@@ -78,8 +76,8 @@ class _Plan:
             self._sending = made
         return made
 
-    def receiving(self) -> tuple[Tensor, list[Tensor]]:
-        """A buffer for all ranks' leaves, and each leaf's place in it, with one row per rank."""
+    def receiving(self) -> tuple[Tensor, list[list[Tensor]]]:
+        """A buffer for all ranks' leaves, and for each leaf its place in every rank's part of it."""
         if self._receiving is not None:
             return self._receiving
         with torch.inference_mode(False):
@@ -87,9 +85,10 @@ class _Plan:
             made = (
                 buffer.view(-1),
                 [
-                    buffer.narrow(1, slot.offset, slot.nbytes).view(slot.dtype).view(-1, *(slot.shape or (1,)))
-                    if slot.nbytes
-                    else torch.empty((self._world_size, *slot.shape), dtype=slot.dtype, device=self.device)
+                    [
+                        part.narrow(0, slot.offset, slot.nbytes).view(slot.dtype).view(slot.shape or (1,))
+                        for part in buffer
+                    ]
                     for slot in self.slots
                 ],
             )
@@ -140,7 +139,9 @@ def gather(group: Group, tree: Any) -> Any:
     if group.debug:
         verify.check(group, "gather", tree)
     rows, plan = _gather_rows(group, leaves, signature)
-    joined = [row.clone().view(shape) for row, shape in zip(rows, plan.joined, strict=True)]
+    joined = [torch.cat(ranks) for ranks in rows]
+    if not plan.one_device:
+        joined = [whole.to(leaf.device) for whole, leaf in zip(joined, leaves, strict=True)]
     return trees.unflatten(tree, iter(joined))
 
 
@@ -158,15 +159,15 @@ def _gather_one(group: Group, leaf: Tensor) -> Tensor:
     return result
 
 
-def _gather_rows(group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...]) -> tuple[Sequence[Tensor], _Plan]:
-    """Called on: all ranks. Per leaf, one row per rank, by one collective; the rows' memory is the plan's."""
+def _gather_rows(
+    group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...]
+) -> tuple[list[list[Tensor]], _Plan]:
+    """Called on: all ranks. Each leaf of every rank, by one collective; their memory is the plan's."""
     plan = _plan(group, leaves, signature)
     buffer, rows = plan.receiving()
     if plan.nbytes:
         all_gather(group, buffer, plan.pack(leaves))
-    if plan.one_device:
-        return rows, plan
-    return [row.to(leaf.device) for row, leaf in zip(rows, leaves, strict=True)], plan
+    return rows, plan
 
 
 # --- reduce ------------------------------------------------------------------------------------------------------
@@ -210,7 +211,10 @@ def _sum(group: Group, leaves: list[Tensor], signature: tuple[Any, ...]) -> list
     if not native or (len(dtypes) > 1 and total_bytes <= _LOCAL_SUM_BYTES):
         # One gather whatever the dtypes; each rank adds in the same order, so all get the same bits.
         rows, _ = _gather_rows(group, leaves, ("sum", *signature))
-        return [row.sum(0, dtype=leaf.dtype).view(leaf.shape) for row, leaf in zip(rows, leaves, strict=True)]
+        return [
+            torch.stack(ranks).sum(0, dtype=leaf.dtype).view(leaf.shape).to(leaf.device)
+            for ranks, leaf in zip(rows, leaves, strict=True)
+        ]
     sums: list[Tensor] = list(leaves)
     for dtype, kind in dtypes:
         places = [place for place, leaf in enumerate(leaves) if (leaf.dtype, leaf.device.type) == (dtype, kind)]

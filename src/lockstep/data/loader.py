@@ -29,6 +29,7 @@ class PreparedDataLoader(DataLoader[Any]):
         non_blocking: bool,
         open_loaders: list[Any],
         synchronize: Callable[[torch.Generator | None], None] | None,
+        ranks: int,
     ) -> None:
         # The base class is for isinstance only: everything it would build is in ``inner``.
         self.inner = inner
@@ -39,6 +40,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self._non_blocking = non_blocking
         self._open_loaders = open_loaders
         self._synchronize = synchronize
+        self._ranks = ranks
         self.end_of_dataloader = False
         """Whether the batch being worked on is the last."""
         self.remainder = UNKNOWN
@@ -70,6 +72,12 @@ class PreparedDataLoader(DataLoader[Any]):
     def remaining(self) -> int | None:
         """Batches left, the current one included; None when nobody knows."""
         return self._left
+
+    def real(self, rows: int) -> int:
+        """How many of the rows that all ranks have for the last batch are real; they come first."""
+        if self.inner.batch_sampler is None:
+            return rows * self.remainder // self._ranks  # the data set batches by itself: its batches are counted
+        return self.remainder
 
     def set_epoch(self, epoch: int) -> None:
         """Tell samplers and data set which epoch comes next."""
@@ -127,8 +135,13 @@ def prepare_loader(
     device: torch.device | None,
     open_loaders: list[Any],
     synchronize: Callable[[torch.Generator | None], None] | None,
+    own_generator: bool,
 ) -> PreparedDataLoader:
-    """This rank's part of a loader."""
+    """This rank's part of a loader.
+
+    With ``own_generator`` a shuffled order comes from a generator of its own, which ``synchronize`` puts in step;
+    without it from torch's.
+    """
     try:
         before: int | None = len(loader)
     except TypeError:
@@ -139,7 +152,8 @@ def prepare_loader(
         _make_seedable(inner, options.data_seed)
     if topology.world_size > 1:
         _shard(inner, topology, options)
-        _own_generator(inner)
+        if own_generator:
+            _own_generator(inner)
     batch_size = _batch_size(loader)
     total = batch_size if batch_size is None or options.split_batches else batch_size * topology.world_size
     return PreparedDataLoader(
@@ -150,6 +164,7 @@ def prepare_loader(
         non_blocking=options.non_blocking,
         open_loaders=open_loaders,
         synchronize=synchronize if topology.world_size > 1 else None,
+        ranks=topology.world_size,
     )
 
 

@@ -27,6 +27,9 @@ class Loader(Protocol):
     def remaining(self) -> int | None:
         """Batches left, the current one included; None when nobody knows."""
 
+    def real(self, rows: int) -> int:
+        """How many of the rows that all ranks have for the last batch are real."""
+
 
 class Accumulation:
     """The open window of micro-batches.

@@ -123,13 +123,14 @@ class DDP:
         """Point the model at the group's new generation.
 
         Torch's own way, ``_update_process_group``, keeps the buckets. A failure can reach some ranks before and others
-        after DDP has rebuilt theirs, and then the ranks would add up different ones.
+        after DDP has rebuilt theirs, and then the ranks would add up different ones. So the reducer is made anew.
         """
         if not isinstance(model, DistributedDataParallel):
             return
+        # First: it lets go of the old group without the GIL. The old reducer's end would do so with it, and wait for
+        # the group's threads, which may be waiting for the GIL.
+        model._update_process_group(self._group.pg)
         model._remove_autograd_hooks()
-        model.process_group = self._group.pg
-        model._has_rebuilt_buckets = False
         model._comm_hooks.clear()
         model.__setstate__(model.__getstate__())  # as unpickling does: makes the reducer, with its first buckets
         self._hook(model)

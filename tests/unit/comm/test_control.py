@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import ConfigError
 from lockstep.comm.control import only_on, print_here, share
+from lockstep.errors import ConfigError
 from lockstep.topology.topology import Topology
 
 CPU = torch.device("cpu")

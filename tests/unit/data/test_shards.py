@@ -125,7 +125,13 @@ class Count:
 def test_a_stream(count: int, batch_size: int, world_size: int) -> None:
     parts = [
         ShardedIterable(
-            Count(count), batch_size=batch_size, drop_last=False, rank=rank, world_size=world_size, split=False, even=True
+            Count(count),
+            batch_size=batch_size,
+            drop_last=False,
+            rank=rank,
+            world_size=world_size,
+            split=False,
+            even=True,
         )
         for rank in range(world_size)
     ]

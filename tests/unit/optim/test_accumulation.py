@@ -97,9 +97,7 @@ def windows(count: int, window: int) -> list[list[float]]:
     epochs=st.integers(1, 2),
     tail=st.sampled_from(["present", "window"]),
 )
-def test_an_update_is_the_mean_of_its_micro_batches(
-    count: int, window: int, kind: Any, epochs: int, tail: str
-) -> None:
+def test_an_update_is_the_mean_of_its_micro_batches(count: int, window: int, kind: Any, epochs: int, tail: str) -> None:
     current.reset()
     gradients, pattern = updates_of(*prepared(window, kind(count), tail_divisor=tail), epochs)
     expected = windows(count, window)
@@ -297,8 +295,10 @@ def test_the_window_is_checked_when_it_changes() -> None:
 
 def test_a_block_in_a_block_is_an_error() -> None:
     accelerator, model, *_ = prepared(2, Numbers(2))
-    with accelerator.accumulate(model), pytest.raises(UsageError, match=r"accumulate\(a, b\)"), (
-        accelerator.accumulate(model)
+    with (
+        accelerator.accumulate(model),
+        pytest.raises(UsageError, match=r"accumulate\(a, b\)"),
+        accelerator.accumulate(model),
     ):
         pass
 

@@ -138,9 +138,7 @@ def horizon_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(("length", "lines"), [(4, 1), (12, 0), (18, 0)])
-def test_a_schedule_that_ends_early_is_told_once(
-    caplog: pytest.LogCaptureFixture, length: int, lines: int
-) -> None:
+def test_a_schedule_that_ends_early_is_told_once(caplog: pytest.LogCaptureFixture, length: int, lines: int) -> None:
     accelerator = Accelerator(cpu=True)
     scheduler, _ = steps_taken(accelerator, make=lambda optimizer: CosineAnnealingLR(optimizer, T_max=length))
     scheduler.step()
