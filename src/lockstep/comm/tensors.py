@@ -39,6 +39,14 @@ class _Slot:
     shape: torch.Size
 
 
+def _place(part: Tensor, slot: _Slot) -> Tensor:
+    """Where a leaf lies in one rank's part of a buffer; a zero-dimensional one as a row of one."""
+    shape = slot.shape or (1,)
+    if not slot.nbytes:
+        return torch.empty(shape, dtype=slot.dtype, device=part.device)
+    return part.narrow(0, slot.offset, slot.nbytes).view(slot.dtype).view(shape)
+
+
 class _Plan:
     """Where all leaves of one signature lie, and the buffers they travel in.
 
@@ -68,10 +76,7 @@ class _Plan:
         # A buffer made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-            made = (
-                buffer,
-                [buffer.narrow(0, slot.offset, slot.nbytes).view(slot.dtype).view(slot.shape) for slot in self.slots],
-            )
+            made = buffer, [_place(buffer, slot).view(slot.shape) for slot in self.slots]
         if self._kept:
             self._sending = made
         return made
@@ -82,16 +87,7 @@ class _Plan:
             return self._receiving
         with torch.inference_mode(False):
             buffer = torch.empty((self._world_size, self.nbytes), dtype=torch.uint8, device=self.device)
-            made = (
-                buffer.view(-1),
-                [
-                    [
-                        part.narrow(0, slot.offset, slot.nbytes).view(slot.dtype).view(slot.shape or (1,))
-                        for part in buffer
-                    ]
-                    for slot in self.slots
-                ],
-            )
+            made = buffer.view(-1), [[_place(part, slot) for part in buffer] for slot in self.slots]
         if self._kept:
             self._receiving = made
         return made

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config import env, resolve
@@ -27,7 +27,7 @@ class Session:
     """Who this process is."""
     group: Group
     """How it talks to the others."""
-    init: InitProcessGroupKwargs
+    init: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
     """What the process group was made with."""
     mixed_precision: str | None = None
     """The precision that the first Accelerator of the process settled; None before."""
