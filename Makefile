@@ -11,6 +11,8 @@ TORCH_PIP_ARGS ?=
 # One thread a process: with as many processes as cores, more threads only get in each other's way
 # (and torch.distributed.run prints a warning when the number is left open).
 export OMP_NUM_THREADS ?= 1
+# Torch asks for the name behind each connection; where nobody answers, do not wait 5 s for it.
+export RES_OPTIONS ?= timeout:1 attempts:1
 RANKS2 := $(PY) -m torch.distributed.run --standalone --nproc-per-node 2
 
 .DEFAULT_GOAL := help
@@ -24,6 +26,7 @@ demo: $(VENV)/.installed   ## train a small digit classifier on 2 processes
 	$(RANKS2) examples/digits.py
 
 test: $(VENV)/.installed   ## run the whole test suite
+	@bash scripts/apt.sh
 	$(PY) -m pytest
 
 lint: $(VENV)/.installed   ## ruff (rules and format) and the import contracts
@@ -35,6 +38,7 @@ types: $(VENV)/.installed   ## mypy, strict
 	$(PY) -m mypy
 
 soak: $(VENV)/.installed   ## the long test matrices; keeps their output in docs/soak.md
+	@bash scripts/apt.sh
 	$(PY) scripts/soak.py
 
 bench: $(VENV)/.installed-bench   ## time a training step next to raw torch and others, 1 and 2 processes

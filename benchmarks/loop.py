@@ -4,8 +4,8 @@
     python benchmarks/loop.py --processes 2     two processes over gloo, and what gathering costs
 
 All contenders run in the same process, in turns: each repeat runs one short block of every contender, in an order
-that keeps changing, and each block is compared with the raw block of the same repeat, so that what slows the machine for a
-second slows both sides of a pair. ``raw (again)`` is the raw loop a second time: what it shows is the noise.
+that keeps changing, and each block is compared with the raw block of the same repeat, so that what slows the machine
+for a second slows both sides of a pair. ``raw (again)`` is the raw loop a second time: what it shows is the noise.
 
 The raw loop is the strictest one that does the work. It has no ``.to(device)`` and no accumulation; its scheduler
 steps once a step (Accelerate's and Lockstep's step once per process). For ``gather``, raw is the bare collective over
@@ -380,9 +380,10 @@ def measure_imports(only: Sequence[str], repeats: int) -> list[ImportCost]:
     whole: dict[str, list[float]] = {name: [] for name in names}
     cpu: dict[str, list[float]] = {name: [] for name in names}
     inside: dict[str, list[float]] = {name: [] for name in names}
+    shuffle = random.Random(0).shuffle
     for repeat in range(-1, repeats):  # the first round fills the caches
-        start = repeat % len(names)
-        for name in names[start:] + names[:start]:
+        shuffle(names)
+        for name in names:
             used = children_cpu()
             begin = clock()
             answer = subprocess.run(

@@ -17,7 +17,7 @@ from lockstep.comm import objects, rng, tensors, trees
 from lockstep.comm.agree import Agreement, agree
 from lockstep.comm.view import ProcessView
 from lockstep.config import env
-from lockstep.config.choices import DebugTool, PrecisionType, RNGType
+from lockstep.config.choices import DebugTool, PrecisionType, RNGType, SchedulerUnit
 from lockstep.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -549,7 +549,9 @@ class Accelerator(ProcessView):
         except TypeError:
             return
         updates = -(-batches // self._accumulation.num_steps)
-        line = horizon.judge(length, updates * scheduler.steps_per_update, loader.batches_before, batches)
+        # Who counts updates did not count the batches of the unprepared loader.
+        before = loader.batches_before if self._settings.scheduler_unit is SchedulerUnit.PROCESS else None
+        line = horizon.judge(length, updates * scheduler.steps_per_update, before, batches)
         if line is not None:
             logger.warning(line)
 

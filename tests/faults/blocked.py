@@ -98,6 +98,7 @@ class Job:
         torch.manual_seed(self.rank)  # prepare gives everyone rank 0's weights
         net = Net()
         self.model, self.optimizer = self.accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05))
+        self.buffered = self.accelerator.prepare(nn.BatchNorm1d(WIDTH))
 
     @property
     def net(self) -> Net:
@@ -144,6 +145,11 @@ def in_backward(job: Job) -> None:
     job.accelerator.backward(job.loss())
 
 
+def in_buffers(job: Job) -> None:
+    """The forward gives everyone rank 0's running mean; the other ranks wait in the backward when it is there."""
+    job.accelerator.backward(job.buffered(torch.randn(4, WIDTH, generator=job.data)).square().mean())
+
+
 def in_all_reduce(job: Job) -> None:
     dist.all_reduce(torch.ones(300_000))
 
@@ -160,6 +166,7 @@ BLOCKED: dict[str, Callable[[Job], None]] = {
     "first backward": in_backward,
     "middle of first backward": in_backward,
     "bucket rebuild": in_backward,
+    "buffers": in_buffers,
     "all_reduce": in_all_reduce,
     "gather_object": in_gather_object,
 }

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.comm import trees
 from lockstep.comm.objects import all_objects
 from lockstep.comm.tensors import broadcast_leaves
 from lockstep.config.choices import DDPCommunicationHookType
@@ -52,11 +53,12 @@ class DDP:
             return model  # nothing to average; torch would refuse it
         _check_same_model(self._group, model)
         options = self._options
-        buffers: dict[str, Any] = {_BUFFER_OPTION: options.broadcast_buffers}
+        on_host = self._topology.device.type == "cpu"
+        buffers: dict[str, Any] = {_BUFFER_OPTION: options.broadcast_buffers and not on_host}
         _send_weights(self._group, model, options.broadcast_buffers)
         wrapped = DistributedDataParallel(
             model,
-            device_ids=None if self._topology.device.type == "cpu" else [self._topology.device],
+            device_ids=None if on_host else [self._topology.device],
             process_group=self._group.pg,
             init_sync=False,  # done above, in a way that can be left and that names what differs
             dim=options.dim,
@@ -67,7 +69,16 @@ class DDP:
             static_graph=options.static_graph,
         )
         self._hook(wrapped)
+        if on_host and options.broadcast_buffers and next(model.buffers(), None) is not None:
+            wrapped.register_forward_pre_hook(self._share_buffers)
         return wrapped
+
+    def _share_buffers(self, wrapped: nn.Module, _: Any) -> None:
+        """Give every rank rank 0's buffers before a forward, when DDP would, but in a way that can be left."""
+        if wrapped.require_forward_param_sync:
+            leaves, signature = trees.flatten(list(wrapped.module.buffers()))  # type: ignore[union-attr]
+            self._group.check("sharing buffers")
+            broadcast_leaves(self._group, leaves, signature)
 
     def _hook(self, wrapped: DistributedDataParallel) -> None:
         """Have the gradients travel as the options ask, and on CPU in a way that can be left."""

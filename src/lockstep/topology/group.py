@@ -350,7 +350,7 @@ class Group:
     def _bury(self) -> None:
         """Let go of the old process group; one that still has work under way is kept, or its end would block."""
         self._unwatch()
-        self._abandoned = [(pg, work) for pg, work in self._abandoned if not work.is_completed()]
+        self._abandoned = [(pg, work) for pg, work in self._abandoned if not _has_ended(work)]
         self.memo.clear()  # buffers there may still be written to by a collective of the old generation
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -398,7 +398,7 @@ class Group:
         if self._store is None:
             return
         self._unwatch()
-        self._abandoned = [(pg, work) for pg, work in self._abandoned if not work.is_completed()]
+        self._abandoned = [(pg, work) for pg, work in self._abandoned if not _has_ended(work)]
         for pg, _ in self._abandoned:
             # Its destructor would wait for a collective that no longer ends: keep it to the end of the process.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
@@ -450,6 +450,11 @@ class _Watcher:
         with contextlib.suppress(RuntimeError):
             self._store.set(self._key, "")
         self._thread.join(timeout=5)
+
+
+def _has_ended(work: Any) -> bool:
+    """Whether a collective, or the future that a compression hook made of one, is over."""
+    return bool(work.done() if isinstance(work, torch.futures.Future) else work.is_completed())
 
 
 def _port_of(store: Store) -> int | None:
