@@ -119,7 +119,8 @@ def _recover(group: Group, scope: int, failure: Failure | None) -> tuple[Failure
     reports: list[tuple[int, int, Failure | None]] = all_objects(group, (scope, group.tick, failure))
     outermost = min(report[0] for report in reports)
     failures = tuple(report[2] for report in reports if report[2] is not None)
-    group.tick = max(report[1] for report in reports)
+    # Past every rank's: one that fails right after this must not disturb those still telling each other.
+    group.tick = max(report[1] for report in reports) + 1
     if scope > outermost:
         raise _Recovered(outermost, failures)
     return failures

@@ -209,7 +209,7 @@ def _make_seedable(inner: DataLoader[Any], seed: int | None) -> None:
 
 def _own_generator(inner: DataLoader[Any]) -> None:
     """Give a shuffling sampler a generator that can be put in step between ranks."""
-    for part in _parts(inner):
+    for part in _parts(inner)[:-1]:  # the samplers; a data set's generator is its own
         if getattr(part, "generator", part) is None:
             generator = torch.Generator()
             generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -87,7 +89,7 @@ class DDP:
             self._meetings.pop(wrapped).remove()  # one of the generation before
         if self._topology.device.type == "cpu":
             reference = weakref.ref(wrapped)  # torch would never let go of a model that its own hook holds
-            wrapped.register_comm_hook(None, _owned(self._group, hook, state, lambda: self._meet_once(reference())))
+            wrapped.register_comm_hook(None, _averaging(self._group, hook, state, lambda: self._meet_once(reference())))
         elif hook is not None:
             wrapped.register_comm_hook(state, hook)
 
@@ -152,49 +154,72 @@ class DDP:
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
-def _owned(
-    group: Group, hook: Hook | None, state: Any, at_first: Callable[[], None]
-) -> Callable[[Any, Any], torch.futures.Future[Any]]:
-    """A hook whose futures we own, so that a backward that waits for a failed rank can be made to return."""
+def _averaging(group: Group, hook: Hook | None, state: Any, at_first: Callable[[], None]) -> Hook:
+    """A hook whose all-reduces are waited for by us, so that a backward that waits for a failed rank can be left.
+
+    DDP gets a future per bucket and waits for it at the end of backward. Just before that, in the same thread, the
+    autograd engine calls ``finish``, which waits in a way that can be left, and completes the futures.
+    """
     world_size = group.world_size
     options = dist.AllreduceOptions()
+    queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+    under_way: list[tuple[torch.futures.Future[Any], Any, Any]] = []
     first = True
-    pending = group.pending
 
     def average(_: Any, bucket: Any) -> torch.futures.Future[Any]:
         nonlocal first
         group.check("averaging gradients")
-        if first:
-            first = False
-            at_first()
+        if bucket.index() == 0:
+            if first:
+                first = False
+                at_first()
+            group.abandon([work for _, work, _ in under_way])  # of a backward that was broken off
+            under_way.clear()
+            queue_callback(finish)
         promise: torch.futures.Future[Any] = torch.futures.Future()
-        key = id(promise)
         if hook is None:
             buffer = bucket.buffer().div_(world_size)
-            work = group.pg.allreduce([buffer], options)
-            answer = work.get_future()
+            under_way.append((promise, group.pg.allreduce([buffer], options), buffer))
         else:
-            buffer = None
-            work = answer = hook(state, bucket)
-        pending[key] = (promise, work)
-
-        def deliver(done: torch.futures.Future[Any]) -> None:
-            if pending.pop(key, None) is None:
-                return  # the generation ended, and the promise was failed
-            try:
-                value = done.value()
-            except Exception as error:
-                promise.set_exception(error)
-            else:
-                promise.set_result(value if buffer is None else buffer)
-
-        answer.add_done_callback(deliver)
-        if group.disturbed:
-            group.fail_pending()
+            under_way.append((promise, FutureWork(hook(state, bucket)), None))
         return promise
+
+    def finish() -> None:
+        try:
+            for promise, work, buffer in under_way:
+                group.wait(work, "averaging gradients")
+                promise.set_result(work.value() if buffer is None else buffer)
+        except BaseException:
+            group.abandon([work for _, work, _ in under_way])
+            raise
+        finally:
+            under_way.clear()
 
     average.__annotations__.clear()  # torch compares annotations with types, and ours are texts
     return average
+
+
+class FutureWork:
+    """A compression hook's future, to be waited for as a collective is."""
+
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
+        self._future = future
+        self._done = threading.Event()
+        future.add_done_callback(lambda _: self._done.set())
+
+    def wait(self, patience: timedelta) -> None:
+        """Wait so long at most; raise when it took longer, or when the collective failed."""
+        if not self._done.wait(patience.total_seconds()):
+            raise RuntimeError("timed out")
+        self._future.value()
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return self._done.is_set()
+
+    def value(self) -> Any:
+        """What the hook made of the bucket."""
+        return self._future.value()
 
 
 def _compression(group: Group, options: DistributedDataParallelKwargs) -> tuple[Hook | None, Any]:

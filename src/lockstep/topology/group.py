@@ -7,7 +7,7 @@ a collective. ``Group`` adds what is needed to leave together and start again:
 - The rank that fails writes why under the generation's ``end`` key and wakes the others: a thread of every rank
   waits for its own ``wake`` key on a store connection of its own, which costs nothing while all is well.
 - Then whatever this rank is blocked in is freed: our own collectives wait in slices and look up;
-  DDP's all-reduces hand out futures that we own and can fail; the sockets of gloo are shut for everything else;
+  DDP's all-reduces are waited for by us in the same way; the sockets of gloo are shut for everything else;
   other backends are aborted.
 - Then all ranks meet in the store and make the next generation.
 
@@ -25,12 +25,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
@@ -81,8 +80,6 @@ class Group:
         """Whether each of our collectives is verified before it runs."""
         self.generation = 0
         self.tick = 0
-        self.pending: dict[int, tuple[torch.futures.Future[Any], Any]] = {}
-        """Futures handed to DDP whose collective is under way, with that collective."""
         self.memo: dict[Any, Any] = {}
         """What the collectives remember between calls of one generation."""
         self._pg: Any = None
@@ -260,8 +257,8 @@ class Group:
 
     def is_consequence(self, error: BaseException) -> bool:
         """Whether an error on this rank only follows from another rank's failure."""
-        # What torch makes of shut sockets and of DDP's failed futures when the user called it directly.
-        marks = ("gloo", "Connection", "Socket", "NCCL", "another rank failed")
+        # What torch makes of shut sockets when the user called it directly.
+        marks = ("gloo", "Connection", "Socket", "NCCL")
         broken = isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
         if not broken and not isinstance(error, PeerFailure):
             return False
@@ -306,20 +303,15 @@ class Group:
 
     def _free(self) -> None:
         """Make everything that waits in this generation return."""
-        self.fail_pending()
         if self.backend is not None and "nccl" not in self.backend:
             sockets.shut(sockets.connections(self._own_ports, self._peer_ports))
         else:
             with contextlib.suppress(RuntimeError):
                 self._pg.abort()
 
-    def fail_pending(self) -> None:
-        """Fail the futures that DDP waits for; their collectives are kept until they end by themselves."""
-        while self.pending:
-            with contextlib.suppress(KeyError):
-                _, (promise, work) = self.pending.popitem()
-                self._abandoned.append((self._pg, work))
-                promise.set_exception(PeerFailure("another rank failed"))
+    def abandon(self, works: Iterable[Any]) -> None:
+        """Keep collectives that nobody waits for any more until they end: the end of their group waits for them."""
+        self._abandoned += [(self._pg, work) for work in works if not work.is_completed()]
 
     def on_reform(self, callback: Callable[[], None]) -> None:
         """Have a bound method called after each new generation; it is forgotten with its object."""
@@ -350,7 +342,7 @@ class Group:
     def _bury(self) -> None:
         """Let go of the old process group; one that still has work under way is kept, or its end would block."""
         self._unwatch()
-        self._abandoned = [(pg, work) for pg, work in self._abandoned if not _has_ended(work)]
+        self._abandoned = [(pg, work) for pg, work in self._abandoned if not work.is_completed()]
         self.memo.clear()  # buffers there may still be written to by a collective of the old generation
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -398,7 +390,7 @@ class Group:
         if self._store is None:
             return
         self._unwatch()
-        self._abandoned = [(pg, work) for pg, work in self._abandoned if not _has_ended(work)]
+        self._abandoned = [(pg, work) for pg, work in self._abandoned if not work.is_completed()]
         for pg, _ in self._abandoned:
             # Its destructor would wait for a collective that no longer ends: keep it to the end of the process.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
@@ -450,11 +442,6 @@ class _Watcher:
         with contextlib.suppress(RuntimeError):
             self._store.set(self._key, "")
         self._thread.join(timeout=5)
-
-
-def _has_ended(work: Any) -> bool:
-    """Whether a collective, or the future that a compression hook made of one, is over."""
-    return bool(work.done() if isinstance(work, torch.futures.Future) else work.is_completed())
 
 
 def _port_of(store: Store) -> int | None:
