@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lockstep.comm import objects, rng, tensors, trees
-from lockstep.comm.agree import Agreement, agree
 from lockstep.comm.view import ProcessView
 from lockstep.config import env
 from lockstep.config.choices import DebugTool, PrecisionType, RNGType, SchedulerUnit
@@ -32,14 +31,12 @@ from lockstep.config.handlers import (
 from lockstep.config.settings import read_settings
 from lockstep.data.loader import PreparedDataLoader, prepare_loader
 from lockstep.errors import UsageError
-from lockstep.logging import get_logger
 from lockstep.optim import clip, horizon
 from lockstep.optim.accumulation import Accumulation, silenced
 from lockstep.optim.guard import refuse_strangers
 from lockstep.optim.optimizer import PreparedOptimizer
 from lockstep.optim.scheduler import PreparedScheduler
 from lockstep.precision import mixed
-from lockstep.precision.profiler import profiler
 from lockstep.state import AcceleratorState, GradientState, settle_precision
 from lockstep.strategies import unwrapping
 from lockstep.strategies.choose import choose
@@ -48,7 +45,9 @@ from lockstep.topology import current
 from lockstep.topology.memory import empty_cache
 from lockstep.topology.topology import Topology
 
-logger = get_logger(__name__)
+if TYPE_CHECKING:
+    from lockstep.comm.agree import Agreement
+
 _numbers = itertools.count()
 _OWNER = "_lockstep_owner"
 _LATER = (
@@ -538,6 +537,8 @@ class Accelerator(ProcessView):
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """A region recorded by torch's profiler."""
+        from lockstep.precision.profiler import profiler  # loaded where it is used, as few scripts do
+
         return profiler(profile_handler or self._settings.handler(ProfileKwargs), self.process_index)
 
     def _announce_horizon(self, scheduler: PreparedScheduler) -> None:
@@ -553,7 +554,9 @@ class Accelerator(ProcessView):
         before = loader.batches_before if self._settings.scheduler_unit is SchedulerUnit.PROCESS else None
         line = horizon.judge(length, updates * scheduler.steps_per_update, before, batches)
         if line is not None:
-            logger.warning(line)
+            from lockstep.logging import get_logger  # loaded where it is used: there is seldom anything to say
+
+            get_logger(__name__).warning(line)
 
     # --- talking to other ranks --------------------------------------------------------------------------------
 
@@ -596,6 +599,8 @@ class Accelerator(ProcessView):
 
     def agree(self, step: Callable[[], Any]) -> Agreement[Any]:
         """Called on: all ranks. Run a step on every rank; when it fails on any, all leave it and learn who failed."""
+        from lockstep.comm.agree import agree  # loaded where it is used, as few scripts do
+
         return agree(self._group, step)
 
     set_breakpoint = set_trigger

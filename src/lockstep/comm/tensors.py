@@ -29,7 +29,7 @@ _SUMMABLE = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat
 """Dtypes that every backend adds up by itself."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Slot:
     """Where one leaf lies in the packed buffer."""
 

@@ -1,4 +1,7 @@
-"""The option objects users build and hand to ``Accelerator``: each checks itself when it is made."""
+"""The option objects users build and hand to ``Accelerator``: each checks itself when it is made.
+
+Without ``__eq__``: nobody compares them, and generating it for a dozen classes takes time from every import.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def _check_flags(options: Any) -> None:
             raise ConfigError(f"{type(options).__name__}.{option.name}={value!r} must be True or False.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KwargsHandler:
     """Options for one part of PyTorch; at most one of each kind goes into ``kwargs_handlers``."""
 
@@ -36,7 +39,7 @@ class KwargsHandler:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AutocastKwargs(KwargsHandler):
     """Options of ``torch.autocast`` in mixed precision."""
 
@@ -46,7 +49,7 @@ class AutocastKwargs(KwargsHandler):
     """Whether cast weights are kept for the length of the region; None leaves it to torch."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of ``torch.nn.parallel.DistributedDataParallel``."""
 
@@ -95,7 +98,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GradScalerKwargs(KwargsHandler):
     """Options of ``torch.amp.GradScaler``, the loss scaling of fp16."""
 
@@ -125,7 +128,7 @@ class GradScalerKwargs(KwargsHandler):
                 raise ConfigError(f"GradScalerKwargs.{name}={value!r} must be {allowed}.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InitProcessGroupKwargs(KwargsHandler):
     """Options of the process group."""
 
@@ -149,7 +152,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             raise ConfigError(f"InitProcessGroupKwargs.timeout={self.timeout} must be above zero.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ProfileKwargs(KwargsHandler):
     """Options of ``torch.profiler.profile`` for ``accelerator.profile()``."""
 
@@ -184,7 +187,7 @@ class ProfileKwargs(KwargsHandler):
             raise ConfigError(f"ProfileKwargs.activities holds {unknown}. Allowed: {', '.join(known)}.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GradientAccumulationPlugin(KwargsHandler):
     """How gradients are accumulated over micro-batches."""
 
@@ -215,7 +218,7 @@ def check_steps(value: Any, name: str) -> int:
     return value
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DataLoaderConfiguration:
     """How prepared loaders share data between ranks."""
 
@@ -280,7 +283,7 @@ class ProjectConfiguration:
             self.logging_dir = self.project_dir
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TorchDynamoPlugin(KwargsHandler):
     """Options of ``torch.compile`` for prepared models."""
 

@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 Handler = TypeVar("Handler", bound=KwargsHandler)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Settings:
     """What is in force for one Accelerator."""
 

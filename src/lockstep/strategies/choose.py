@@ -9,7 +9,6 @@ from typing import Protocol
 from torch import nn
 
 from lockstep.config.handlers import DistributedDataParallelKwargs
-from lockstep.strategies.ddp import DDP
 from lockstep.strategies.single import Single
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
@@ -34,7 +33,7 @@ class Strategy(Protocol):
         """Point the model at the group's new generation."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choice:
     """A strategy and the reason for it."""
 
@@ -48,6 +47,8 @@ def choose(topology: Topology, group: Group, ddp: DistributedDataParallelKwargs)
     """The strategy for this job."""
     if topology.world_size == 1:
         return Choice(Single(), "one process, so the model is used as it is")
+    from lockstep.strategies.ddp import DDP  # loaded where it is used: one process does without
+
     return Choice(
         DDP(topology, group, ddp), f"{topology.world_size} processes, so DDP averages gradients over {topology.backend}"
     )

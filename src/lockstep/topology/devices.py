@@ -22,7 +22,7 @@ _TYPES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DeviceChoice:
     """A device and the reason it was chosen."""
 
