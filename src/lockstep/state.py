@@ -119,10 +119,12 @@ _SWITCHES = ("adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
 
 
 class _PluginKwargs(dict[str, Any]):
-    """The accumulation options as a dict; what is written takes effect."""
+    """The accumulation options that are not as usual, as a dict; what is written takes effect."""
 
     def __init__(self, accumulation: Accumulation) -> None:
-        super().__init__((name, getattr(accumulation, name)) for name in ("num_steps", *_SWITCHES))
+        usual = GradientAccumulationPlugin()
+        changed = [name for name in _SWITCHES if getattr(accumulation, name) != getattr(usual, name)]
+        super().__init__((name, getattr(accumulation, name)) for name in ("num_steps", *changed))
         self._accumulation = accumulation
 
     def __setitem__(self, name: str, value: Any) -> None:

@@ -105,9 +105,9 @@ def test_functions_take_every_argument(runs: Runs) -> None:
 
 
 def test_prepared_objects_have_the_names(runs: Runs) -> None:
-    for kind, missing in {"optimizer": {"train", "eval", "scaler"}, "scheduler": {"print_lr"}, "loader": set()}.items():
+    for kind, missing in {"optimizer": {"scaler"}, "scheduler": {"print_lr"}, "loader": set()}.items():
         for theirs, ours in runs.pairs(f"facts/{kind}"):
-            # train and eval: an optimizer that has them keeps them. print_lr: torch has none any more.
+            # print_lr: torch has none any more.
             assert {name for name, there in theirs["names"].items() if there and not ours["names"][name]} == missing
             assert ours["is"] == theirs["is"]
             assert ours["state"] == theirs["state"]

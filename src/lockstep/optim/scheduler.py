@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.optim.lr_scheduler import LambdaLR
+
 from lockstep.config.choices import SchedulerUnit
 from lockstep.optim.accumulation import Accumulation
 from lockstep.optim.optimizer import PreparedOptimizer
@@ -59,11 +61,20 @@ class PreparedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
+        if type(self.scheduler) is LambdaLR and not args and not kwargs:
+            self._jump(self.steps_per_update - 1)
+            self.scheduler.step()
+            return
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(self.steps_per_update):
             # A cycle of fixed length refuses steps past its end.
             if total is None or self.scheduler.last_epoch < total:
                 self.scheduler.step(*args, **kwargs)
+
+    def _jump(self, steps: int) -> None:
+        """Pass over steps of a schedule that is a function of their number: only the last one has an effect."""
+        self.scheduler.last_epoch += steps
+        self.scheduler._step_count += steps
 
     def get_last_lr(self) -> Any:
         """The learning rates in force."""

@@ -168,13 +168,14 @@ def _averaging(group: Group, hook: Hook | None, state: Any, at_first: Callable[[
 
     def average(_: Any, bucket: Any) -> torch.futures.Future[Any]:
         nonlocal first
-        group.check("averaging gradients")
         if bucket.index() == 0:
+            group.check("averaging gradients")
             if first:
                 first = False
                 at_first()
-            group.abandon([work for _, work, _ in under_way])  # of a backward that was broken off
-            under_way.clear()
+            if under_way:  # of a backward that was broken off
+                group.abandon([work for _, work, _ in under_way])
+                under_way.clear()
             queue_callback(finish)
         promise: torch.futures.Future[Any] = torch.futures.Future()
         if hook is None:
