@@ -13,6 +13,8 @@ TORCH_PIP_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 # Torch asks for the name behind each connection; where nobody answers, do not wait 5 s for it.
 export RES_OPTIONS ?= timeout:1 attempts:1
+# Some virtual machines announce matrix instructions that they do not run; torch in bf16 then dies of one.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 RANKS2 := $(PY) -m torch.distributed.run --standalone --nproc-per-node 2
 
 .DEFAULT_GOAL := help

@@ -163,7 +163,9 @@ def _averaging(group: Group, hook: Hook | None, state: Any, at_first: Callable[[
     world_size = group.world_size
     options = dist.AllreduceOptions()
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-    under_way: list[tuple[torch.futures.Future[Any], Any, Any]] = []
+    under_way: list[Any] = []
+    promised: list[tuple[torch.futures.Future[Any], Any]] = []
+    group.keep(under_way)
     first = True
 
     def average(_: Any, bucket: Any) -> torch.futures.Future[Any]:
@@ -173,28 +175,30 @@ def _averaging(group: Group, hook: Hook | None, state: Any, at_first: Callable[[
             if first:
                 first = False
                 at_first()
-            if under_way:  # of a backward that was broken off
-                group.abandon([work for _, work, _ in under_way])
-                under_way.clear()
+            clear()  # what a backward that was broken off has left
             queue_callback(finish)
         promise: torch.futures.Future[Any] = torch.futures.Future()
         if hook is None:
             buffer = bucket.buffer().div_(world_size)
-            under_way.append((promise, group.pg.allreduce([buffer], options), buffer))
+            under_way.append(group.pg.allreduce([buffer], options))
+            promised.append((promise, buffer))
         else:
-            under_way.append((promise, FutureWork(hook(state, bucket)), None))
+            under_way.append(FutureWork(hook(state, bucket)))
+            promised.append((promise, None))
         return promise
 
     def finish() -> None:
-        try:
-            for promise, work, buffer in under_way:
-                group.wait(work, "averaging gradients")
-                promise.set_result(work.value() if buffer is None else buffer)
-        except BaseException:
-            group.abandon([work for _, work, _ in under_way])
-            raise
-        finally:
+        for work, (promise, buffer) in zip(under_way, promised, strict=True):
+            group.wait(work, "averaging gradients")
+            promise.set_result(work.value() if buffer is None else buffer)
+        under_way.clear()
+        promised.clear()
+
+    def clear() -> None:
+        if promised:
+            group.abandon(under_way)
             under_way.clear()
+            promised.clear()
 
     average.__annotations__.clear()  # torch compares annotations with types, and ours are texts
     return average

@@ -91,6 +91,7 @@ class Group:
         self._own_ports: frozenset[int] = frozenset()
         self._peer_ports: frozenset[int] = frozenset()
         self._abandoned: list[tuple[Any, Any]] = []
+        self._under_way: list[list[Any]] = []
         self._callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._owned = False
         self._hosts_store = False
@@ -313,6 +314,16 @@ class Group:
         """Keep collectives that nobody waits for any more until they end: the end of their group waits for them."""
         self._abandoned += [(self._pg, work) for work in works if not work.is_completed()]
 
+    def _abandon_all(self) -> None:
+        for works in self._under_way:
+            self.abandon(works)
+            works.clear()
+        self._under_way.clear()
+
+    def keep(self, works: list[Any]) -> None:
+        """Remember a list of collectives under way; what is left in it when the generation is buried is kept."""
+        self._under_way.append(works)
+
     def on_reform(self, callback: Callable[[], None]) -> None:
         """Have a bound method called after each new generation; it is forgotten with its object."""
         self._callbacks.append(weakref.WeakMethod(callback))
@@ -342,6 +353,7 @@ class Group:
     def _bury(self) -> None:
         """Let go of the old process group; one that still has work under way is kept, or its end would block."""
         self._unwatch()
+        self._abandon_all()
         self._abandoned = [(pg, work) for pg, work in self._abandoned if not work.is_completed()]
         self.memo.clear()  # buffers there may still be written to by a collective of the old generation
         if dist.is_initialized():
@@ -390,6 +402,7 @@ class Group:
         if self._store is None:
             return
         self._unwatch()
+        self._abandon_all()
         self._abandoned = [(pg, work) for pg, work in self._abandoned if not work.is_completed()]
         for pg, _ in self._abandoned:
             # Its destructor would wait for a collective that no longer ends: keep it to the end of the process.
