@@ -403,10 +403,13 @@ class Group:
             return
         self._unwatch()
         self._abandon_all()
-        self._abandoned = [(pg, work) for pg, work in self._abandoned if not work.is_completed()]
-        for pg, _ in self._abandoned:
-            # Its destructor would wait for a collective that no longer ends: keep it to the end of the process.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
+        # A group that had collectives broken off is kept to the end of the process: its destructor waits for its
+        # threads, which may wait in a collective that no longer ends, or for the GIL that its caller holds.
+        for pg in {id(pg): pg for pg, _ in self._abandoned}.values():
+            _immortalise(pg)
+        if self.generation:
+            _immortalise(self._pg)
+        self._abandoned.clear()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
             sys.excepthook = self._excepthook or sys.excepthook
@@ -455,6 +458,10 @@ class _Watcher:
         with contextlib.suppress(RuntimeError):
             self._store.set(self._key, "")
         self._thread.join(timeout=5)
+
+
+def _immortalise(pg: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
 
 
 def _port_of(store: Store) -> int | None:
