@@ -46,7 +46,7 @@ class Agreement(Generic[Value]):
     failures: tuple[Failure, ...] = ()
     """The failures of all ranks, in rank order; the same on every rank."""
     error: Exception | None = None
-    """This rank's own exception. Its frames are cleared, so that it keeps nothing alive."""
+    """This rank's own exception. Local variables of its frames are cleared; what the step closes over is not."""
 
     @property
     def ok(self) -> bool:
