@@ -388,7 +388,7 @@ class Group:
         generation = self.generation
         key = self._key(f"wake/{self.rank}")
         if self._side is None:
-            # One connection for all generations: now and then the server takes 5 s to accept a new one.
+            # One connection for all generations: torch asks for the name behind each new one, which can take 5 s.
             self._side = self._root.clone()  # type: ignore[attr-defined]
         self._watcher = _Watcher(self._root, self._side, key, lambda cause: self._ended(generation, cause))
 

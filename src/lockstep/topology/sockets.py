@@ -42,11 +42,6 @@ def listener_ports(fds: Iterable[int]) -> frozenset[int]:
     return frozenset(ports)
 
 
-def connected(fds: Iterable[int]) -> dict[int, int]:
-    """The connected TCP sockets among ``fds``: descriptor -> inode."""
-    return {fd: inode for fd, inode, _, _ in _ends(fds)}
-
-
 def connections(own_ports: frozenset[int], peer_ports: frozenset[int]) -> dict[int, int]:
     """This process's TCP connections from or to these ports: descriptor -> inode."""
     return {fd: inode for fd, inode, near, far in _ends(list_fds()) if near in own_ports or far in peer_ports}
