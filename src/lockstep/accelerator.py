@@ -537,7 +537,7 @@ class Accelerator(ProcessView):
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """A region recorded by torch's profiler."""
-        from lockstep.precision.profiler import profiler  # loaded where it is used, as few scripts do
+        from lockstep.profiling import profiler  # loaded where it is used, as few scripts do
 
         return profiler(profile_handler or self._settings.handler(ProfileKwargs), self.process_index)
 
