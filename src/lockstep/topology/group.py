@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.errors import PeerFailure, TopologyError
-from lockstep.topology import sockets
+from lockstep.topology import sockets, threads
 from lockstep.topology.topology import Topology
 
 POLL = timedelta(seconds=0.2)
@@ -405,10 +405,12 @@ class Group:
         self._abandon_all()
         # A group that had collectives broken off is kept to the end of the process: its destructor waits for its
         # threads, which may wait in a collective that no longer ends, or for the GIL that its caller holds.
-        for pg in {id(pg): pg for pg, _ in self._abandoned}.values():
+        for pg, work in self._abandoned:
             _immortalise(pg)
+            _immortalise(work)
         if self.generation:
             _immortalise(self._pg)
+        threads.rest(GOODBYE_PATIENCE)
         self._abandoned.clear()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
@@ -460,8 +462,8 @@ class _Watcher:
         self._thread.join(timeout=5)
 
 
-def _immortalise(pg: Any) -> None:
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pg))
+def _immortalise(thing: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _port_of(store: Store) -> int | None:

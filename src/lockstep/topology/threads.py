@@ -1,0 +1,41 @@
+"""gloo's worker threads: waiting until they rest.
+
+A worker lets go of a collective's tensors a moment after its caller has the result, and needs the GIL for it. A thread
+that asks for the GIL while Python shuts down is ended on the spot, in the middle of a destructor, and that ends the
+process with SIGABRT ("terminate called without an active exception"). So a process that does not destroy its group,
+which would wait for the workers, has to see them rest before it leaves.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+
+_WORKER = "pt_gloo_runloop"
+_RESTS = 3
+"""Looks in a row at which every worker must rest: one may sleep for an instant on a lock."""
+
+
+def rest(patience: float) -> bool:
+    """Wait until gloo's workers have nothing to do; False when one still has after ``patience`` seconds."""
+    deadline = time.monotonic() + patience
+    rests = 0
+    while rests < _RESTS:
+        if time.monotonic() > deadline:
+            return False
+        rests = 0 if _any_busy() else rests + 1
+        time.sleep(0.001)  # leaves the GIL to them
+    return True
+
+
+def _any_busy() -> bool:
+    """Whether a worker runs or is about to (Linux; False where /proc is absent)."""
+    busy = False
+    with suppress(OSError):
+        for task in os.listdir("/proc/self/task"):
+            with suppress(OSError), open(f"/proc/self/task/{task}/stat", encoding="utf-8") as file:
+                _, rest_of_line = file.read().split("(", 1)
+                name, fields = rest_of_line.rsplit(")", 1)
+                busy = busy or (name == _WORKER and fields.split()[0] == "R")
+    return busy
