@@ -160,9 +160,10 @@ def _averaging(group: Group, hook: Hook | None, state: Any, at_first: Callable[[
     DDP gets a future per bucket and waits for it at the end of backward. Just before that, in the same thread, the
     autograd engine calls ``finish``, which waits in a way that can be left, and completes the futures.
     """
-    world_size = group.world_size
+    share = 1.0 / group.world_size
     options = dist.AllreduceOptions()
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+    new_promise: Any = torch._C.Future  # the Python class above it costs as much again
     under_way: list[Any] = []
     promised: list[tuple[torch.futures.Future[Any], Any]] = []
     group.keep(under_way)
@@ -177,9 +178,9 @@ def _averaging(group: Group, hook: Hook | None, state: Any, at_first: Callable[[
                 at_first()
             clear()  # what a backward that was broken off has left
             queue_callback(finish)
-        promise: torch.futures.Future[Any] = torch.futures.Future()
+        promise = new_promise([])
         if hook is None:
-            buffer = bucket.buffer().div_(world_size)
+            buffer = bucket.buffer().mul_(share)  # as DDP itself does, to the bit
             under_way.append(group.pg.allreduce([buffer], options))
             promised.append((promise, buffer))
         else:
