@@ -43,9 +43,11 @@ soak: $(VENV)/.installed   ## the long test matrices; keeps their output in docs
 	@bash scripts/apt.sh
 	$(PY) scripts/soak.py
 
-bench: $(VENV)/.installed-bench   ## time a training step next to raw torch and others, 1 and 2 processes
+bench: $(VENV)/.installed-bench   ## time training steps and loaders next to raw torch and others, 1 and 2 processes
 	$(PY) benchmarks/loop.py
 	$(RANKS2) benchmarks/loop.py
+	$(PY) benchmarks/data.py
+	$(RANKS2) benchmarks/data.py
 
 clean:   ## remove caches and build output (.venv stays)
 	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache src/*.egg-info
