@@ -23,8 +23,10 @@ if TYPE_CHECKING:
         ProjectConfiguration,
         TorchDynamoPlugin,
     )
+    from lockstep.data.prepare import skip_first_batches
     from lockstep.errors import (
         ConfigError,
+        DataError,
         DistributedOperationException,
         LockstepError,
         NotYetError,
@@ -52,8 +54,10 @@ _PLACES = {
         "ProjectConfiguration",
         "TorchDynamoPlugin",
     ),
+    "lockstep.data.prepare": ("skip_first_batches",),
     "lockstep.errors": (
         "ConfigError",
+        "DataError",
         "DistributedOperationException",
         "LockstepError",
         "NotYetError",
@@ -72,6 +76,7 @@ __all__ = [
     "AutocastKwargs",
     "ConfigError",
     "DDPCommunicationHookType",
+    "DataError",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
@@ -91,6 +96,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "set_seed",
+    "skip_first_batches",
     "synchronize_rng_states",
     "tqdm",
 ]

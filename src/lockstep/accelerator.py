@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lockstep.comm import objects, rng, tensors, trees
+from lockstep.comm import objects, rng, tensors
 from lockstep.comm.view import ProcessView
 from lockstep.config import env
 from lockstep.config.choices import DebugTool, PrecisionType, RNGType, SchedulerUnit
@@ -29,9 +29,11 @@ from lockstep.config.handlers import (
     TorchDynamoPlugin,
 )
 from lockstep.config.settings import read_settings
-from lockstep.data.loader import PreparedDataLoader, prepare_loader
+from lockstep.data import metrics
+from lockstep.data.loader import PreparedDataLoader
+from lockstep.data.prepare import prepare_loader, skip_first_batches
 from lockstep.errors import UsageError
-from lockstep.optim import clip, horizon
+from lockstep.optim import clip, effective, horizon, run_file
 from lockstep.optim.accumulation import Accumulation, silenced
 from lockstep.optim.guard import refuse_strangers
 from lockstep.optim.optimizer import PreparedOptimizer
@@ -51,8 +53,8 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 _OWNER = "_lockstep_owner"
 _LATER = (
-    "save, save_model, save_state, load_state, get_state_dict, register_for_checkpointing, skip_first_batches, "
-    "register_save_state_pre_hook, register_load_state_pre_hook, join_uneven_inputs, init_trackers, get_tracker, "
+    "save, save_model, save_state, load_state, get_state_dict, register_for_checkpointing, "
+    "register_save_state_pre_hook, register_load_state_pre_hook, init_trackers, get_tracker, "
     "log, trackers, maybe_context_parallel, lomo_backward, torch_device_mesh, is_fsdp2, deepspeed_plugin, fp8_backend, "
     "should_save_model, tensor_parallel_rank, data_parallel_rank, data_parallel_shard_rank, pipeline_parallel_rank, "
     "context_parallel_rank, is_composable_parallelism_enabled, deepspeed_ulysses_dl_adapter"
@@ -65,7 +67,8 @@ class Accelerator(ProcessView):
 
     Arguments are those of Accelerate, with these additions: ``step_with_optimizer`` is the guides' name for
     ``step_scheduler_with_optimizer``; ``scheduler_unit="update"`` makes one ``scheduler.step()`` one step on any number
-    of processes; ``debug`` verifies each collective before it runs. Whatever cannot be honoured raises here.
+    of processes; ``debug`` verifies each collective before it runs; ``reproducible`` makes the same parameters on any
+    number of processes, as long as the effective batch is the same. Whatever cannot be honoured raises here.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Accelerator(ProcessView):
         step_with_optimizer: bool | None = None,
         scheduler_unit: str = "process",
         debug: bool | str | Iterable[str] | None = None,
+        reproducible: bool | None = None,
     ) -> None:
         self._settings = settings = read_settings(
             env.snapshot(),
@@ -115,6 +119,7 @@ class Accelerator(ProcessView):
             dynamo_plugin=dynamo_plugin,
             scheduler_unit=scheduler_unit,
             debug=debug,
+            reproducible=reproducible,
             not_built={
                 "deepspeed_plugin": deepspeed_plugin,
                 "deepspeed_plugins": deepspeed_plugins,
@@ -145,10 +150,16 @@ class Accelerator(ProcessView):
         self._schedulers: list[PreparedScheduler] = []
         self._dataloaders: list[PreparedDataLoader] = []
         self._number = next(_numbers)
+        self._record: effective.Record | None = None
+        """How the run is set up; None before its first update."""
         self._trigger = False
         self._guarded = False
         self._group.on_reform(self._start_again)
         session.accelerator = self
+        if settings.reproducible:
+            from lockstep.logging import get_logger  # loaded where it is used: there is seldom anything to say
+
+            get_logger(__name__).info("reproducible: the order comes from the seed, and every sample counts the same")
 
     def _check_place(self, topology: Topology) -> None:
         """Refuse what the device cannot do, before a process group is made."""
@@ -309,7 +320,7 @@ class Accelerator(ProcessView):
         for prepared in self._optimizers:
             if prepared.optimizer is optimizer:
                 return prepared
-        made = PreparedOptimizer(optimizer, self._accumulation, self._scaler)
+        made = PreparedOptimizer(optimizer, self._accumulation, self._scaler, self._announce_run)
         self._optimizers.append(made)
         for scheduler in self._schedulers:
             scheduler.adopt(made)
@@ -339,7 +350,10 @@ class Accelerator(ProcessView):
     ) -> PreparedDataLoader:
         """Called on: all ranks. One loader: this rank's share of it."""
         if slice_fn_for_dispatch is not None:
-            raise UsageError("slice_fn_for_dispatch belongs to dispatch_batches, which is not supported yet.")
+            raise UsageError(
+                "slice_fn_for_dispatch has nothing to do here: rank 0 reads a batch of its own for every rank, so that "
+                "no batch is ever sliced. Leave it out."
+            )
         if isinstance(data_loader, PreparedDataLoader) and self._known(data_loader, self._dataloaders):
             return data_loader
         place = self.device_placement if device_placement is None else device_placement
@@ -350,15 +364,20 @@ class Accelerator(ProcessView):
             options = dataclasses.replace(options, data_seed=seed)
         made = prepare_loader(
             data_loader,
-            self._topology,
+            self._group,
             options,
             device=self.device if place else None,
             open_loaders=self._accumulation.loaders,
             synchronize=self._synchronize_loader,
             own_generator=RNGType.GENERATOR in self._settings.rng_types,
+            sparing=self._settings.reproducible,
         )
         self._dataloaders.append(made)
         return made
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """The loader without its first batches on each rank; indexed samples that are skipped are not read."""
+        return skip_first_batches(dataloader, num_batches)
 
     def _synchronize_loader(self, generator: torch.Generator | None) -> None:
         wanted = [kind for kind in self._settings.rng_types if kind.value != "generator" or generator is not None]
@@ -394,6 +413,7 @@ class Accelerator(ProcessView):
             self._scaler.forget()
         self._accumulation.loaders.clear()
         self._accumulation.optimizers.clear()
+        self._record = None  # what is prepared next may be set up differently
         self._accumulation.reset()
         empty_cache()
         return [None] * len(objects)
@@ -466,13 +486,35 @@ class Accelerator(ProcessView):
         """A region whose backward averages the gradients of forwards that ran under ``no_sync``."""
         return self._strategy.forced_sync(model)
 
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Called on: all ranks. A region in which each rank may train these models on as many batches as it has.
+
+        A rank that has run out waits at the region's end, where all get the same weights and optimizer states. Inside,
+        each forward has its backward, and ranks do nothing else together. ``even_batches`` overrides that of the
+        loaders; when it is True the ranks have equally many batches, and nothing is done.
+        """
+        loaders = [] if even_batches is None else [(loader, loader.even_batches) for loader in self._dataloaders]
+        states = (*self._optimizers, *self._schedulers, *(() if self.scaler is None else (self.scaler,)))
+        try:
+            for loader, _ in loaders:
+                loader.even_batches = bool(even_batches)
+            with nullcontext() if even_batches else self._strategy.join(joinables, self._accumulation, states):
+                yield
+        finally:
+            for loader, before in loaders:
+                loader.even_batches = before
+
     def backward(self, loss: Tensor, *, num_items: Any = None, **kwargs: Any) -> None:
         """Called on: all ranks. Backward of a loss that is a mean, scaled for the accumulation window.
 
         ``num_items``, the tokens or samples that the mean is over, weights it across micro-batches and ranks, so that
-        the gradient is that of the mean over all items, however they are split.
+        the gradient is that of the mean over all items, however they are split. With ``reproducible`` it is the
+        number of real samples in the loader's batch, unless another is given.
         """
         accumulation = self._accumulation
+        if num_items is None and self._settings.reproducible:
+            num_items = self._real_samples()
         if num_items is None:
             loss = accumulation.scaled(loss)
         else:
@@ -494,6 +536,16 @@ class Accelerator(ProcessView):
                 accumulation.settle_items(self._group, self._parameters())
             elif not accumulation.settled:
                 accumulation.settle(self._parameters())
+
+    def _real_samples(self) -> int:
+        """How many samples of this rank's batch are no repeats."""
+        loader = self._accumulation.active_loader
+        if not isinstance(loader, PreparedDataLoader) or loader.current is None:
+            raise UsageError(
+                "reproducible=True weights each loss by the samples of its batch, and no prepared loader is being "
+                "iterated. Prepare the loader, or say what the loss is a mean of: backward(loss, num_items=…)."
+            )
+        return loader.current.real[self.process_index]
 
     def _parameters(self) -> list[Tensor]:
         """What is being trained: the parameters of prepared models and optimizers, each once."""
@@ -558,6 +610,28 @@ class Accelerator(ProcessView):
 
             get_logger(__name__).warning(line)
 
+    def _announce_run(self, optimizer: PreparedOptimizer) -> None:
+        """Before the first update: tell how the run is set up, and what that changes against the run before."""
+        loader = self._accumulation.active_loader
+        if self._record is not None or not isinstance(loader, PreparedDataLoader):
+            return
+        self._record = effective.record_of(
+            total_batch=loader.total_batch_size,
+            processes=self.num_processes,
+            accumulation=self._accumulation.num_steps,
+            groups=optimizer.param_groups,
+            seed=rng.seed_in_force(),
+            precision=self.mixed_precision,
+        )
+        if not self.is_main_process:
+            return
+        from lockstep.logging import get_notices  # loaded where it is used: once, on one process
+
+        notices = get_notices("lockstep.run")
+        notices.info(self._record.line())
+        for warning in run_file.keep(self.project_dir, self._record) if self.project_dir else ():
+            notices.warning(warning)
+
     # --- talking to other ranks --------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
@@ -566,15 +640,9 @@ class Accelerator(ProcessView):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Called on: all ranks. The same, without the samples that were repeated to fill the last batch."""
-        leaves, _ = trees.flatten(input_data)
-        as_objects = use_gather_object or not all(isinstance(leaf, Tensor) for leaf in leaves)
-        data = objects.gather_object(self._group, input_data) if as_objects else self.gather(input_data)
         loader = self._accumulation.active_loader
-        if not self.use_distributed or loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
-            return data
-        if as_objects:
-            return data[: loader.real(len(data))]
-        return trees.map_tensors(lambda leaf: leaf[: loader.real(len(leaf))], data)
+        now = loader.current if isinstance(loader, PreparedDataLoader) else None
+        return metrics.gather(self._group, input_data, now, as_objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Called on: all ranks. Each tensor of the structure summed (or averaged) over the ranks."""

@@ -6,6 +6,7 @@
     ├── ConfigError (ValueError)              an argument, variable or file holds a value we cannot honour
     │   └── NotYetError (NotImplementedError) a value Accelerate knows and this release does not act on
     ├── UsageError (RuntimeError)             the right objects, called in a way that cannot work
+    ├── DataError (RuntimeError)              a sample or batch could not be read, or not be shared between ranks
     ├── TopologyError (RuntimeError)          the processes cannot be put together into one job
     ├── PeerFailure (RuntimeError)            this rank is fine; another one failed, or the line to it broke
     └── DistributedOperationException         ranks called one collective with arguments that do not fit together
@@ -43,6 +44,10 @@ class NotYetError(ConfigError, NotImplementedError):
 
 class UsageError(LockstepError, RuntimeError):
     """The call cannot work in the place where it was made."""
+
+
+class DataError(LockstepError, RuntimeError):
+    """A sample or batch could not be read, or not be shared between ranks."""
 
 
 class TopologyError(LockstepError, RuntimeError):

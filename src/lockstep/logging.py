@@ -65,6 +65,19 @@ def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAda
     return MultiProcessAdapter(logger, {})
 
 
+def get_notices(name: str) -> MultiProcessAdapter:
+    """The same, at INFO where nobody has said how much they want to read: for the few lines everybody should see."""
+    adapter = get_logger(name)
+    place = adapter.logger
+    while place.parent is not None:
+        if place.level != logging.NOTSET:
+            return adapter
+        place = place.parent
+    if place.level == logging.WARNING:  # the root's level as Python sets it
+        adapter.logger.setLevel(logging.INFO)
+    return adapter
+
+
 def _level_of_variable(text: str, name: str) -> int | None:
     return _level(text, name) if text.strip() else None  # `export NAME=` is how shells unset
 

@@ -82,6 +82,16 @@ def test_split_batches_given_to_the_constructor_is_honoured(runs: Runs) -> None:
         assert (theirs["batches"] == their_split["batches"]) is (runs.world_size == 1)
 
 
+def test_what_rank_0_reads_for_all_goes_to_the_same_ranks(runs: Runs) -> None:
+    # Whole rounds only: what is left over at the end, Accelerate cuts into smaller batches, and we fill up as elsewhere.
+    assert differences(runs, "dispatch/map/", without=("remainder", "length", "total_batch_size")) == []
+
+
+def test_skipping_leaves_the_same_batches(runs: Runs) -> None:
+    assert len(runs.names("skip/")) == 6
+    assert differences(runs, "skip/") == []
+
+
 def test_shuffled_orders_are_the_same(runs: Runs) -> None:
     # And so are the random numbers that the script draws afterwards.
     assert len(runs.names("shuffle/")) == 8

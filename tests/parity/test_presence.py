@@ -18,13 +18,10 @@ LATER = {
         "save",
         "save_model",
         "save_state",
-        "skip_first_batches",
         # trackers
         "get_tracker",
         "init_trackers",
         "log",
-        # uneven inputs
-        "join_uneven_inputs",
         # sharded models and other kinds of parallelism
         "context_parallel_rank",
         "data_parallel_rank",

@@ -11,6 +11,7 @@ import torch
 from lockstep import (
     Accelerator,
     AcceleratorState,
+    ConfigError,
     DataLoaderConfiguration,
     DistributedType,
     GradientAccumulationPlugin,
@@ -59,6 +60,24 @@ def test_an_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) 
     accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=2)
     assert accelerator.mixed_precision == "no"
     assert accelerator.gradient_accumulation_steps == 2
+
+
+def test_reproducible_switches_the_seedable_sampler_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not Accelerator().use_seedable_sampler
+    assert Accelerator(reproducible=True).use_seedable_sampler
+    given = DataLoaderConfiguration(use_seedable_sampler=False, split_batches=True)
+    accelerator = Accelerator(reproducible=True, dataloader_config=given)
+    assert accelerator.use_seedable_sampler
+    assert accelerator.split_batches
+    monkeypatch.setenv("LOCKSTEP_REPRODUCIBLE", "yes")
+    assert Accelerator().use_seedable_sampler
+    assert not Accelerator(reproducible=False).use_seedable_sampler
+
+
+def test_reproducible_refuses_a_precision_that_was_settled_before() -> None:
+    Accelerator(mixed_precision="bf16")
+    with pytest.raises(ConfigError, match="bf16"):
+        Accelerator(reproducible=True)
 
 
 def test_a_look_at_the_state_does_not_settle_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +161,8 @@ def test_the_model_can_be_compiled() -> None:
     assert bare._compiled_call_impl is None
 
 
-def test_dispatch_is_not_here() -> None:
-    with pytest.raises(UsageError, match="not supported yet"):
+def test_there_is_nothing_to_slice_when_one_rank_reads_for_all() -> None:
+    with pytest.raises(UsageError, match="no batch is ever sliced"):
         Accelerator().prepare_data_loader(torch.utils.data.DataLoader([1]), slice_fn_for_dispatch=len)
 
 

@@ -17,11 +17,11 @@ from lockstep import Accelerator
 from lockstep.comm import tensors
 
 TOP = """
-Accelerator AcceleratorState AutocastKwargs ConfigError DDPCommunicationHookType DataLoaderConfiguration
+Accelerator AcceleratorState AutocastKwargs ConfigError DDPCommunicationHookType DataError DataLoaderConfiguration
 DistributedDataParallelKwargs DistributedOperationException DistributedType GradScalerKwargs
 GradientAccumulationPlugin GradientState InitProcessGroupKwargs LockstepError NotYetError PartialState PeerFailure
 ProfileKwargs ProjectConfiguration TopologyError TorchDynamoPlugin UsageError __version__ set_seed
-synchronize_rng_states tqdm
+skip_first_batches synchronize_rng_states tqdm
 """.split()  # noqa: SIM905
 
 OPERATIONS = """

@@ -78,6 +78,7 @@ def agree(group: Group, step: Callable[[], Value]) -> Agreement[Value]:
         return _alone(group, step)
     scope = group.advance()
     error: Exception | None = None
+    group.scopes += 1
     try:
         group.check("starting a common step")
         value = step()
@@ -93,6 +94,8 @@ def agree(group: Group, step: Callable[[], Value]) -> Agreement[Value]:
     except BaseException as caught:  # the user's Ctrl-C or sys.exit: this rank will not come back
         group.end(_line(caught), leaving=True)
         raise
+    finally:
+        group.scopes -= 1
     failure = None
     if not group.is_consequence(error):
         failure = _failure(group.rank, error)

@@ -7,7 +7,7 @@ object is longer does a second collective follow. Pickles are exchanged between 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from lockstep.topology.group import Group
 
 _FRAME = 4096
 _HEADER = 8
+_TAG = 0x10C5
+"""Tells our messages between two ranks from those of the user; collectives do not use tags."""
 
 
 def all_objects(group: Group, value: Any, doing: str = "gathering objects") -> list[Any]:
@@ -35,6 +37,39 @@ def all_objects(group: Group, value: Any, doing: str = "gathering objects") -> l
     if longest > _FRAME - _HEADER:
         frames = gather_host(group, _frame(payload, longest + _HEADER), doing).numpy()
     return [_open(frame) for frame in frames]
+
+
+def objects_among(group: Group, ranks: Sequence[int], value: Any, doing: str = "gathering objects") -> list[Any]:
+    """Called on: these ranks only. Every one's object, in their order; the other ranks are not waited for."""
+    if list(ranks) == [group.rank]:
+        return [value]
+    group.check(doing)
+    payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    lengths = _swap(group, ranks, torch.tensor([payload.numel()]), [1] * len(ranks), doing)
+    payloads = _swap(group, ranks, payload, [int(length) for length in lengths], doing)
+    return [pickle.loads(payload.numpy().tobytes()) for payload in payloads]
+
+
+def _swap(group: Group, ranks: Sequence[int], source: Tensor, sizes: Sequence[int], doing: str) -> list[Tensor]:
+    """Called on: these ranks only. Every one's flat host tensor, whose sizes are known."""
+    sent = source if group.talks_host else source.to(group.device)
+    received = [
+        sent if rank == group.rank else torch.empty(size, dtype=sent.dtype, device=sent.device)
+        for rank, size in zip(ranks, sizes, strict=True)
+    ]
+    messages = []
+    for rank, place in zip(ranks, received, strict=True):
+        if rank != group.rank:
+            messages.append(dist.P2POp(dist.isend, sent, rank, group.pg, _TAG))
+            messages.append(dist.P2POp(dist.irecv, place, rank, group.pg, _TAG))
+    try:
+        # Not waited for in slices: gloo closes the connection when a wait for a message runs out. What frees this
+        # wait when another rank fails is that the sockets are shut, or NCCL aborted.
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+    except RuntimeError as error:
+        raise group.explain(error, doing) from error
+    return [place.cpu() for place in received]
 
 
 def gather_object(group: Group, value: Any) -> Any:

@@ -50,6 +50,15 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.backends.cudnn.benchmark = False
 
 
+def seed_in_force() -> int | None:
+    """The seed of torch's generator; None when nobody has set one.
+
+    Torch starts with 64 random bits. Seeds of people, and all that ``set_seed`` takes, are smaller.
+    """
+    seed = torch.initial_seed()
+    return seed if seed <= _LARGEST_SEED else None
+
+
 def synchronize_rng_state(rng_type: RNGType | str, generator: torch.Generator | None = None) -> None:
     """Called on: all ranks. Put one kind of generator into rank 0's state."""
     synchronize_rng_states([rng_type], generator)

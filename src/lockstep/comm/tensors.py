@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.comm import trees, verify
 from lockstep.comm.wire import all_gather, gather_host
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DistributedOperationException
 from lockstep.topology.group import Group
 
 _ALIGN = 16
@@ -124,14 +124,20 @@ def gather(group: Group, tree: Any) -> Any:
     """
     if group.world_size == 1:
         return tree
-    group.check("gathering tensors")
     if isinstance(tree, Tensor):
+        group.check("gathering tensors")
         if group.debug:
             verify.check(group, "gather", tree)
         return _gather_one(group, tree)
     leaves, signature = trees.flatten(tree)
     if signature not in group.memo:
         trees.require_tensors(leaves, tree, "gather")
+    return gather_flat(group, tree, leaves, signature)
+
+
+def gather_flat(group: Group, tree: Any, leaves: Sequence[Tensor], signature: tuple[Any, ...]) -> Any:
+    """Called on: all ranks. `gather` for who has taken the structure apart already, and found only tensors."""
+    group.check("gathering tensors")
     if group.debug:
         verify.check(group, "gather", tree)
     rows, plan = _gather_rows(group, leaves, signature)
@@ -139,6 +145,45 @@ def gather(group: Group, tree: Any) -> Any:
     if not plan.one_device:
         joined = [whole.to(leaf.device) for whole, leaf in zip(joined, leaves, strict=True)]
     return trees.unflatten(tree, iter(joined))
+
+
+def gather_parts(group: Group, tree: Any, leaves: Sequence[Tensor], signature: tuple[Any, ...]) -> list[list[Tensor]]:
+    """Called on: all ranks. For each leaf every rank's, not joined, by one collective; zero-dimensional ones as a row.
+
+    Their memory is used again by the next call.
+    """
+    group.check("gathering tensors")
+    if group.debug:
+        verify.check(group, "gather", tree)
+    return _gather_rows(group, leaves, signature)[0]
+
+
+@torch.no_grad()
+def gather_ragged(group: Group, tree: Any, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Called on: all ranks. The same for leaves whose first dimension differs between ranks.
+
+    The sizes travel first: a rank can know its own only, and a collective with sizes that do not fit never ends.
+    """
+    group.check("gathering tensors")
+    if group.debug:
+        verify.check(group, "gather", tree, free_dim=0)
+    if not leaves:
+        return []
+    own = torch.tensor([leaf.shape[0] if leaf.ndim else -1 for leaf in leaves])
+    sizes = gather_host(group, own, "gathering tensors")
+    if bool(((sizes < 0).any(0) != (sizes < 0).all(0)).any()):
+        raise DistributedOperationException(
+            "Tensors of one place have a first dimension on some ranks and none on others. Their first dimensions, "
+            f"rank by rank (-1: none): {sizes.tolist()}. Give each rank's tensor the same number of dimensions."
+        )
+    longest = sizes.amax(0).tolist()
+    padded = [_pad(_dense(leaf.detach()), 0, size, 0, False) for leaf, size in zip(leaves, longest, strict=True)]
+    # Sizes that differ seldom come again: the plan is not remembered.
+    rows, _ = _gather_rows(group, padded, None)
+    return [
+        [part if size < 0 else part[:size] for part, size in zip(ranks, column, strict=True)]
+        for ranks, column in zip(rows, sizes.t().tolist(), strict=True)
+    ]
 
 
 def _gather_one(group: Group, leaf: Tensor) -> Tensor:
@@ -156,7 +201,7 @@ def _gather_one(group: Group, leaf: Tensor) -> Tensor:
 
 
 def _gather_rows(
-    group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...]
+    group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...] | None
 ) -> tuple[list[list[Tensor]], _Plan]:
     """Called on: all ranks. Each leaf of every rank, by one collective; their memory is the plan's."""
     plan = _plan(group, leaves, signature)

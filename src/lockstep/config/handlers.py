@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from lockstep.config.choices import DDPCommunicationHookType, DynamoBackend, TailDivisor
-from lockstep.errors import ConfigError, NotYetError
+from lockstep.errors import ConfigError
 
 
 def _check_flags(options: Any) -> None:
@@ -225,7 +225,7 @@ class DataLoaderConfiguration:
     split_batches: bool = False
     """Whether the loader's batch is cut between ranks (True), or is each rank's own size (False)."""
     dispatch_batches: bool | None = None
-    """Whether rank 0 reads for all. This release reads on every rank: None or False."""
+    """Whether rank 0 reads for all. None: for iterable data sets, whose stream may differ between ranks."""
     even_batches: bool = True
     """Whether samples are repeated at the end so that all ranks get equally many batches."""
     use_seedable_sampler: bool = False
@@ -235,20 +235,10 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     """Whether batches are copied to the device without waiting (useful with pinned memory)."""
     use_stateful_dataloader: bool = False
-    """Whether torchdata's StatefulDataLoader is used. Not in this release."""
+    """Whether torchdata's StatefulDataLoader reads, which also keeps an iterable data set's own state."""
 
     def __post_init__(self) -> None:
         _check_flags(self)
-        if self.dispatch_batches:
-            raise NotYetError(
-                "DataLoaderConfiguration.dispatch_batches=True: rank 0 cannot read for the others yet. "
-                "Leave it out: every rank reads the data set and keeps its own share."
-            )
-        if self.use_stateful_dataloader:
-            raise NotYetError(
-                "DataLoaderConfiguration.use_stateful_dataloader=True: torchdata's loader is not supported yet. "
-                "Leave it out."
-            )
         if self.data_seed is not None and not self.use_seedable_sampler:
             raise ConfigError(
                 f"DataLoaderConfiguration.data_seed={self.data_seed} has no effect without "

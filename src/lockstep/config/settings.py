@@ -8,9 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from lockstep.config import env
-from lockstep.config.choices import DebugTool, DynamoBackend, PrecisionType, RNGType, SchedulerUnit
+from lockstep.config.choices import (
+    DDPCommunicationHookType,
+    DebugTool,
+    DynamoBackend,
+    PrecisionType,
+    RNGType,
+    SchedulerUnit,
+    TailDivisor,
+)
 from lockstep.config.handlers import (
     DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     KwargsHandler,
     ProjectConfiguration,
@@ -55,6 +64,8 @@ class Settings:
     """What one scheduler step means."""
     debug: frozenset[DebugTool]
     """Checks that are switched on."""
+    reproducible: bool
+    """Whether parameters are to come out the same on any number of processes."""
 
     def handler(self, kind: type[Handler]) -> Handler:
         """The options of one kind, or their defaults."""
@@ -105,6 +116,7 @@ def read_settings(
     dynamo_plugin: TorchDynamoPlugin | None,
     scheduler_unit: Any,
     debug: Any,
+    reproducible: bool | None,
     not_built: Mapping[str, Any],
 ) -> Settings:
     """Check every argument and variable; raise once for all that cannot be honoured."""
@@ -116,21 +128,33 @@ def read_settings(
         problems.refuse(asked, f"{name}={environ.get(name)!r} asks for {engine}, which is not supported yet. Unset it.")
     if device_placement is None:
         problems.found.append(ConfigError("device_placement=None must be True or False."))
-    for name, flag in (("device_placement", device_placement), ("split_batches", split_batches), ("cpu", cpu)):
+    for name, flag in (
+        ("device_placement", device_placement),
+        ("split_batches", split_batches),
+        ("cpu", cpu),
+        ("reproducible", reproducible),
+    ):
         problems.attempt(lambda name=name, flag=flag: _flag(name, flag), None)  # type: ignore[misc]
     precision = problems.attempt(
         lambda: resolve("mixed_precision", read_precision(mixed_precision), None, environ, read_precision), None
     )
+    same_everywhere = problems.attempt(
+        lambda: resolve("reproducible", reproducible, False, environ, env.parse_flag).value, False
+    )
+    mode = None if precision is None else precision.value
     settings = Settings(
         device_placement=device_placement,
         cpu=cpu,
-        mixed_precision=None if precision is None else precision.value,
+        # Said aloud in that mode, so that a precision which an earlier Accelerator settled is refused.
+        mixed_precision=PrecisionType.NO if mode is None and same_everywhere else mode,
         precision_source="default" if precision is None else precision.source,
         accumulation=problems.attempt(
             lambda: _accumulation(gradient_accumulation_steps, gradient_accumulation_plugin, environ),
             GradientAccumulationPlugin(),
         ),
-        data=problems.attempt(lambda: _data(split_batches, dataloader_config), DataLoaderConfiguration()),
+        data=problems.attempt(
+            lambda: _data(split_batches, dataloader_config, seedable=same_everywhere), DataLoaderConfiguration()
+        ),
         project=problems.attempt(lambda: _project(project_dir, project_config), ProjectConfiguration()),
         handlers=problems.attempt(lambda: sort_handlers(kwargs_handlers), {}),
         dynamo=problems.attempt(lambda: _dynamo(dynamo_backend, dynamo_plugin, environ), TorchDynamoPlugin()),
@@ -142,7 +166,10 @@ def read_settings(
             lambda: SchedulerUnit.parse(scheduler_unit, "scheduler_unit"), SchedulerUnit.PROCESS
         ),
         debug=problems.attempt(lambda: read_debug(debug, environ), frozenset()),
+        reproducible=same_everywhere is True,
     )
+    if settings.reproducible:
+        problems.found += _not_reproducible(settings)
     problems.raise_any()
     return settings
 
@@ -186,16 +213,18 @@ def _kind(name: str, value: Any, kind: type) -> None:
         raise ConfigError(f"{name} is a {type(value).__name__}. Give a {kind.__name__}.")
 
 
-def _data(split_batches: bool | None, options: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
+def _data(
+    split_batches: bool | None, options: DataLoaderConfiguration | None, *, seedable: bool
+) -> DataLoaderConfiguration:
     if options is None:
-        return DataLoaderConfiguration(split_batches=bool(split_batches))
+        return DataLoaderConfiguration(split_batches=bool(split_batches), use_seedable_sampler=bool(seedable))
     _kind("dataloader_config", options, DataLoaderConfiguration)
     if split_batches is not None and split_batches != options.split_batches:
         raise ConfigError(
             f"split_batches={split_batches} contradicts dataloader_config.split_batches={options.split_batches}. "
             "Give one of them."
         )
-    return options
+    return replace(options, use_seedable_sampler=True) if seedable else options
 
 
 def _project(project_dir: Any, options: ProjectConfiguration | None) -> ProjectConfiguration:
@@ -232,6 +261,36 @@ def _dynamo(backend: Any, plugin: TorchDynamoPlugin | None, environ: Mapping[str
         dynamic=flag("dynamo_use_dynamic"),
         use_regional_compilation=flag("dynamo_use_regional_compilation"),
     )
+
+
+def _not_reproducible(settings: Settings) -> list[ConfigError]:
+    """What was asked for that makes results depend on how many processes there are."""
+    return [
+        ConfigError(f"reproducible=True cannot be kept with {what}. Leave one of them out.")
+        for given, what in (
+            (
+                settings.mixed_precision not in (None, PrecisionType.NO),
+                f"mixed_precision={str(settings.mixed_precision)!r}, which rounds more coarsely than it promises",
+            ),
+            (
+                not settings.data.even_batches,
+                "even_batches=False, with which some ranks make fewer updates",
+            ),
+            (
+                settings.accumulation.tail_divisor is TailDivisor.WINDOW,
+                "tail_divisor='window', with which the last samples of an epoch count less",
+            ),
+            (
+                not settings.accumulation.sync_with_dataloader,
+                "sync_with_dataloader=False, with which an update can hold samples of two epochs",
+            ),
+            (
+                settings.handler(DistributedDataParallelKwargs).comm_hook is not DDPCommunicationHookType.NO,
+                "a DistributedDataParallelKwargs.comm_hook, which rounds gradients on their way",
+            ),
+        )
+        if given
+    ]
 
 
 def _rng(types: Iterable[Any] | None) -> tuple[RNGType, ...]:

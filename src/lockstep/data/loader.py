@@ -1,19 +1,36 @@
-"""A prepared loader: this rank's share, on this rank's device, one batch ahead."""
+"""A prepared loader: this rank's share, on this rank's device, one batch ahead, and beside each batch what it holds."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader
 
-from lockstep.comm.trees import send_to_device
-from lockstep.config.handlers import DataLoaderConfiguration
-from lockstep.data.sampler import SeedableRandomSampler
-from lockstep.data.shards import UNKNOWN, DealtBatchSampler, ShardedBatchSampler, ShardedIterable, check_split
-from lockstep.topology.topology import Topology
+from lockstep.data import cursor, failure
+from lockstep.data.audit import Audit
+from lockstep.data.dispatch import Share, dispatch
+from lockstep.data.mover import Mover
+from lockstep.data.round import Round, name_samples
+from lockstep.data.shards import UNKNOWN, Shard, ShardedIterable
+from lockstep.errors import DataError
+from lockstep.topology.group import Group
+
+Item = tuple[Any, Round, bool]
+"""A batch, its round, and whether it is this rank's last."""
+
+
+class Epoch:
+    """How often a loader has been iterated; shared with the loaders that skip some of its batches."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.audited = False
+        self.audit: Audit | None = None
+        """One that waits for all ranks to be at the same point."""
 
 
 class PreparedDataLoader(DataLoader[Any]):
@@ -22,40 +39,62 @@ class PreparedDataLoader(DataLoader[Any]):
     def __init__(
         self,
         inner: DataLoader[Any],
+        shard: Shard,
+        group: Group,
         *,
+        dataset: Any,
         batches_before: int | None,
         total_batch_size: int | None,
         device: torch.device | None,
         non_blocking: bool,
+        dispatched: bool,
         open_loaders: list[Any],
         synchronize: Callable[[torch.Generator | None], None] | None,
-        ranks: int,
     ) -> None:
         # The base class is for isinstance only: everything it would build is in ``inner``.
         self.inner = inner
+        self.shard = shard
+        self._group = group
+        self._dataset = dataset
         self.batches_before = batches_before
         """Batches of the loader before it was prepared; None when it does not know."""
         self._total_batch_size = total_batch_size
-        self._device = device if device is not None and device.type != "cpu" else None
-        self._non_blocking = non_blocking
+        self._mover = Mover(device, non_blocking) if device is not None and device.type != "cpu" else None
+        self.dispatched = dispatched
+        """Whether rank 0 reads for all."""
         self._open_loaders = open_loaders
         self._synchronize = synchronize
-        self._ranks = ranks
+        self._epoch = Epoch()
+        self.current: Round | None = None
+        """What all ranks hold of the batch being worked on."""
+        self.places: list[int] | None = None
+        """How far the epoch under way has been handed out, for each worker of a stream; None between epochs."""
+        self.snapshot: Any = None
+        """The state of a stateful inner loader after the batch being worked on."""
         self.end_of_dataloader = False
         """Whether the batch being worked on is the last."""
         self.remainder = UNKNOWN
-        """Real samples in the last global batch: 0 when it is complete, -1 while unknown."""
+        """Real samples in the last round: 0 when it is full, -1 while unknown."""
         self._left: int | None = None
-        self.iteration = 0
-        """How often this loader has been iterated."""
+
+    # --- what it is --------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self.inner)
+        return self.shard.batches()
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+    @property
+    def dataset(self) -> Any:
+        """The user's data set."""
+        return self._dataset
+
+    @dataset.setter
+    def dataset(self, value: Any) -> None:
+        raise AttributeError("A prepared loader keeps its data set. Prepare a new loader for another one.")
 
     @property
     def total_batch_size(self) -> int | None:
@@ -65,190 +104,194 @@ class PreparedDataLoader(DataLoader[Any]):
     @property
     def total_dataset_length(self) -> int:
         """Samples in the data set."""
-        dataset = self.inner.dataset
-        return len(dataset.inner if isinstance(dataset, ShardedIterable) else dataset)  # type: ignore[arg-type]
+        return len(self._dataset)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether samples are repeated at the end so that all ranks get equally many batches."""
+        return self.shard.deal.even
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.shard.deal.even = bool(value)
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads data itself."""
+        return not self.dispatched or self._group.rank == 0
+
+    @property
+    def iteration(self) -> int:
+        """How often this loader has been iterated."""
+        return self._epoch.number
 
     @property
     def remaining(self) -> int | None:
         """Batches left, the current one included; None when nobody knows."""
         return self._left
 
-    def real(self, rows: int) -> int:
-        """How many of the rows that all ranks have for the last batch are real; they come first."""
-        if self.inner.batch_sampler is None:
-            return rows * self.remainder // self._ranks  # the data set batches by itself: its batches are counted
-        return self.remainder
+    @property
+    def sample_ids(self) -> list[int]:
+        """This rank's samples in the batch being worked on: indices, or places in the stream of an iterable."""
+        return [] if self.current is None else list(self.current.ids)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell samplers and data set which epoch comes next."""
-        self.iteration = epoch
-        for part in _parts(self.inner):
+        """Tell samplers and data set which epoch comes next. A place to go on from belongs to its own epoch."""
+        if epoch != self._epoch.number:
+            self.shard.forget()
+        self.begin_epoch(epoch)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Count epochs from here, and tell everything that wants to know."""
+        self._epoch.number = epoch
+        for part in cursor.parts(self.inner):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
+    # --- where it is -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, for any number of processes to go on from."""
+        return cursor.save(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next iteration go on where the state was taken: each sample that was left comes once."""
+        cursor.load(self, state)
+
+    def skipping(self, batches: int) -> PreparedDataLoader:
+        """The same loader without its first batches on every rank, which are not read."""
+        twin = copy.copy(self)
+        twin.inner = copy.copy(self.inner)
+        twin.inner.__dict__["_iterator"] = None
+        twin.shard = cursor.replace_shard(twin.inner, self.shard)
+        twin.shard.skip += batches
+        twin.current = twin.places = None
+        return twin
+
+    # --- iterating ---------------------------------------------------------------------------------------------
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._synchronize is not None:
-            self._synchronize(sampler_generator(self.inner))
+            self._synchronize(cursor.sampler_generator(self.inner))
+            self._finish_audit()
         self._close()
         self._open_loaders.append(self)
         self.end_of_dataloader = False
         self.remainder = UNKNOWN
+        self._left = self.shard.left()
+        self.places = self.shard.places(max(1, self.inner.num_workers))
+        if not self.reads:
+            self.shard.forget()
+        audit = self._audit()
+        move = self._mover
         try:
-            self._left = len(self.inner)
-        except TypeError:
-            self._left = None
-        try:
-            yield from self._ahead()
+            for batch, round_, last in self._dispatched() if self.dispatched else self._ahead():
+                self.current = round_
+                if audit is not None:
+                    audit.saw(round_, self._group.rank)
+                if last:
+                    self.remainder = self.shard.remainder(round_)
+                    self.end_of_dataloader = True
+                yield batch if move is None else move.finish(batch)
+                if self._left is not None:
+                    self._left -= 1
+            self._epoch.number += 1
+            self.places = None
+            if audit is not None:
+                self._epoch.audit = audit
+                if self.even_batches:
+                    self._finish_audit()
         finally:
             self._close()
 
-    def _ahead(self) -> Iterator[Any]:
-        """The batches; each is handed out when it is known whether another follows."""
-        batches = iter(self.inner)
+    def _ahead(self) -> Iterator[Item]:
+        """This rank's batches; each is handed out when it is known whether another follows."""
+        batches = self._read()
+        start = self._mover.start if self._mover is not None else None
         try:
-            current = next(batches)
+            batch, round_ = next(batches)
         except StopIteration:
             return
-        move = self._device is not None
-        for following in batches:
-            yield send_to_device(current, self._device, self._non_blocking) if move else current
-            current = following
-            if self._left is not None:
-                self._left -= 1
-        self.remainder = _remainder(self.inner)
-        self.end_of_dataloader = True
-        self.iteration += 1
-        yield send_to_device(current, self._device, self._non_blocking) if move else current
+        snapshot = self.snapshot
+        batch = batch if start is None else start(batch)
+        places = self.places or [0]
+        for following, next_round in batches:
+            # On its way to the device while the one before it is computed on.
+            following = following if start is None else start(following)
+            ahead, self.snapshot = self.snapshot, snapshot
+            places[round_.worker] = round_.end
+            yield batch, round_, False
+            batch, round_, snapshot = following, next_round, ahead
+        self.snapshot = snapshot
+        places[round_.worker] = round_.end
+        yield batch, round_, True
+
+    def _dispatched(self) -> Iterator[Item]:
+        """What rank 0 reads for this rank."""
+        rank, ranks = self._group.rank, self._group.world_size
+        read: deque[tuple[Round, Any]] = deque()
+        source = self._shares(read) if rank == 0 else None
+        places = self.places or [0]
+        start = self._mover.start if self._mover is not None else None
+        deliveries = dispatch(self._group, source, even=self.even_batches)
+        while True:
+            try:
+                batch, round_, last = next(deliveries)
+            except StopIteration:
+                return
+            except Exception as error:
+                failure.tell(error, self._group, None)  # says nothing twice
+                raise
+            if len(places) == 1:
+                places[0] = round_.end
+            for part, self.snapshot in [read.popleft() for _ in range(min(ranks, len(read)))]:
+                places[part.worker] = part.end  # what rank 0 has read, but not given out, does not count
+            yield batch if start is None else start(batch), round_, last
+
+    def _shares(self, read: deque[tuple[Round, Any]]) -> Iterator[Share]:
+        for batch, part in self._read():
+            read.append((part, self.snapshot))
+            yield Share(batch=batch, start=part.start, rows=part.rows[0], real=part.real[0], ids=part.ids)
+
+    def _read(self) -> Iterator[tuple[Any, Round]]:
+        """The batches that are read here, with their rounds; a failure is told to the other ranks."""
+        shard, alone = self.shard, self._group.world_size == 1
+        stream = isinstance(shard, ShardedIterable)
+        stateful = stream and hasattr(self.inner, "state_dict")
+        coming = shard.coming
+        try:
+            for batch in self.inner:
+                if stream:
+                    round_, batch = batch.round, batch.batch
+                else:
+                    round_ = coming.popleft()
+                if batch is None and not alone:
+                    raise DataError(
+                        f"The loader gave None instead of a batch for {name_samples(round_.ids)}. On several "
+                        "processes every rank needs its batch: let collate_fn always return one."
+                    )
+                if stateful:
+                    self.snapshot = self.inner.state_dict()  # type: ignore[attr-defined]
+                yield batch, round_
+        except Exception as error:
+            failure.tell(error, self._group, shard.latest if stream else coming[0] if coming else None)
+            raise
+
+    def _finish_audit(self) -> None:
+        """Compare with the other ranks; after an uneven epoch only when all have come to the next one."""
+        audit, self._epoch.audit = self._epoch.audit, None
+        if audit is not None:
+            self._epoch.audited = True
+            audit.finish(self._group)
+
+    def _audit(self) -> Audit | None:
+        fresh = not (self._epoch.audited or self.shard.skip or any(self.places or ()))
+        if self._group.world_size == 1 or not fresh or isinstance(self.shard, ShardedIterable):
+            return None
+        return Audit.of(self.inner)
 
     def _close(self) -> None:
         while any(loader is self for loader in self._open_loaders):
             place = next(place for place, loader in enumerate(self._open_loaders) if loader is self)
             del self._open_loaders[place]
         self.end_of_dataloader = False
-
-
-def prepare_loader(
-    loader: DataLoader[Any],
-    topology: Topology,
-    options: DataLoaderConfiguration,
-    *,
-    device: torch.device | None,
-    open_loaders: list[Any],
-    synchronize: Callable[[torch.Generator | None], None] | None,
-    own_generator: bool,
-) -> PreparedDataLoader:
-    """This rank's part of a loader.
-
-    With ``own_generator`` a shuffled order comes from a generator of its own, which ``synchronize`` puts in step;
-    without it from torch's.
-    """
-    try:
-        before: int | None = len(loader)
-    except TypeError:
-        before = None
-    inner = copy.copy(loader)
-    inner.__dict__["_iterator"] = None
-    if options.use_seedable_sampler:
-        _make_seedable(inner, options.data_seed)
-    if topology.world_size > 1:
-        _shard(inner, topology, options)
-        if own_generator:
-            _own_generator(inner)
-    batch_size = _batch_size(loader)
-    total = batch_size if batch_size is None or options.split_batches else batch_size * topology.world_size
-    return PreparedDataLoader(
-        inner,
-        batches_before=before,
-        total_batch_size=total,
-        device=device,
-        non_blocking=options.non_blocking,
-        open_loaders=open_loaders,
-        synchronize=synchronize if topology.world_size > 1 else None,
-        ranks=topology.world_size,
-    )
-
-
-def _shard(inner: DataLoader[Any], topology: Topology, options: DataLoaderConfiguration) -> None:
-    place: dict[str, Any] = {"rank": topology.rank, "world_size": topology.world_size, "even": options.even_batches}
-    split = options.split_batches
-    changes: dict[str, Any] = {}
-    if isinstance(inner.dataset, IterableDataset):
-        changes["dataset"] = ShardedIterable(
-            inner.dataset, batch_size=inner.batch_size, drop_last=inner.drop_last, split=split, **place
-        )
-        if split:
-            # Each rank collates its slice only; torch counts the batches of an iterable by ``batch_size``.
-            changes["batch_size"] = check_split(inner.batch_size, topology.world_size)
-            changes["batch_sampler"] = BatchSampler(inner.sampler, changes["batch_size"], inner.drop_last)
-    elif inner.batch_sampler is None:
-        if split:
-            check_split(None, topology.world_size)
-        changes["sampler"] = DealtBatchSampler(inner.sampler, **place)
-    elif isinstance(getattr(inner.batch_sampler, "batch_size", None), int):
-        changes["batch_sampler"] = ShardedBatchSampler(inner.batch_sampler, split=split, **place)  # type: ignore[arg-type]
-    else:
-        if split:
-            check_split(None, topology.world_size)
-        changes["batch_sampler"] = DealtBatchSampler(inner.batch_sampler, **place)
-    inner.__dict__.update(changes)  # the class forbids setting these after it was made; this copy is being made
-
-
-def _make_seedable(inner: DataLoader[Any], seed: int | None) -> None:
-    seed = torch.initial_seed() % 2**31 if seed is None else seed
-    holder = inner.batch_sampler if inner.batch_sampler is not None else inner
-    sampler = getattr(holder, "sampler", None)
-    if type(sampler) is not RandomSampler:
-        return  # an order that is not shuffled is a function already; a custom sampler's is its own business
-    fresh = SeedableRandomSampler(sampler, seed)
-    inner.__dict__["sampler"] = fresh
-    if inner.batch_sampler is not None:
-        copied = copy.copy(inner.batch_sampler)
-        copied.sampler = fresh  # type: ignore[attr-defined]
-        inner.__dict__["batch_sampler"] = copied
-
-
-def _own_generator(inner: DataLoader[Any]) -> None:
-    """Give a shuffling sampler a generator that can be put in step between ranks."""
-    for part in _parts(inner)[:-1]:  # the samplers; a data set's generator is its own
-        if getattr(part, "generator", part) is None:
-            generator = torch.Generator()
-            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-            part.generator = generator
-
-
-def sampler_generator(inner: DataLoader[Any]) -> torch.Generator | None:
-    """The generator that decides the order, if there is one."""
-    for part in _parts(inner):
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator):
-            return generator
-    return None
-
-
-def _parts(inner: DataLoader[Any]) -> list[Any]:
-    """What takes part in deciding the order: samplers, outermost first, then the data set."""
-    found: list[Any] = []
-    pending: Sequence[Any] = [inner.batch_sampler, inner.sampler]
-    while pending:
-        part, *pending = pending
-        if part is None or any(part is other for other in found):
-            continue
-        found.append(part)
-        pending = [*pending, getattr(part, "inner", None), getattr(part, "sampler", None)]
-    return [*found, inner.dataset]
-
-
-def _batch_size(loader: DataLoader[Any]) -> int | None:
-    size = getattr(loader, "batch_size", None)
-    if size is None:
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return size if isinstance(size, int) else None
-
-
-def _remainder(inner: DataLoader[Any]) -> int:
-    for part in (inner.batch_sampler, inner.sampler):
-        if isinstance(part, (ShardedBatchSampler, DealtBatchSampler)):
-            return part.remainder
-    if isinstance(inner.dataset, ShardedIterable):
-        return inner.dataset.remainder if inner.num_workers == 0 else UNKNOWN
-    return 0

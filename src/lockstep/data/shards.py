@@ -1,19 +1,25 @@
-"""Cutting a data set's order between ranks.
+"""Cutting a data set's order between ranks, in rounds: one batch for every rank.
 
-Every rank walks the same global order and keeps its own part: whole batches dealt in turn, or, with
-``split_batches``, a slice of each batch. With ``even`` the last round is filled up with samples from the start, so
-that all ranks get equally many batches; ``remainder`` then says how many samples of that round are real.
+Every rank knows the whole order and keeps its own part: whole batches dealt in turn, or, with ``split_batches``, a
+slice of each batch. So each rank can say what all the others hold, without asking them: the ``Round`` that goes beside
+every batch. A last round that is not full is filled up with samples from the start of the epoch where ``even`` asks
+for equally many batches on all ranks.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.utils.data import BatchSampler, IterableDataset, Sampler
+from torch import Tensor
+from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_info
 
-from lockstep.errors import ConfigError
+from lockstep.data.order import Walked, open_order
+from lockstep.data.round import Round, name_samples
+from lockstep.errors import ConfigError, DataError
 
 UNKNOWN = -1
 """The remainder of a round that nobody has seen yet."""
@@ -34,168 +40,375 @@ def check_split(batch_size: int | None, world_size: int) -> int:
     return batch_size // world_size
 
 
-class Dealer:
-    """Deals items in rounds of fixed size; each rank takes its slice of every round."""
+@dataclass
+class Deal:
+    """Who gets what of a round."""
 
-    def __init__(self, *, rank: int, world_size: int, share: int, drop_last: bool, even: bool) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.share = share
-        """Items per rank and round."""
-        self.drop_last = drop_last
-        self.even = even
-        self.remainder = UNKNOWN
+    rank: int
+    world_size: int
+    even: bool
+    """Whether all ranks get equally many batches, filled with repeats."""
+    everyone: bool = False
+    """Whether all parts of a round are taken here, one after the other: this rank reads for the others."""
+    sparing: bool = False
+    """Whether a batch that holds a sample of its own is not filled up: only ranks that would go empty get repeats."""
 
-    def deal(self, items: Iterable[Any], first: Sequence[Any] | None = None) -> Iterator[list[Any]]:
-        """This rank's slice of each round; ``first`` is the first round, if it was dealt before."""
-        size = self.share * self.world_size
-        mine = slice(self.rank * self.share, (self.rank + 1) * self.share)
-        open_round: list[Any] = []
-        self.remainder = UNKNOWN
-        for item in items:
-            open_round.append(item)
-            if len(open_round) == size:
-                yield open_round[mine]
-                first = first or open_round
-                open_round = []
-        self.remainder = 0
-        if not open_round or self.drop_last:
+    @property
+    def fills(self) -> bool:
+        """Whether the last round is filled up; one process has nobody to keep in step with."""
+        return self.even and self.world_size > 1
+
+    def tail(self, start: int, share: int, left: int) -> Round:
+        """The last round, with ``left`` samples for parts of ``share``."""
+        real = tuple(max(0, min(share, left - rank * share)) for rank in range(self.world_size))
+        if not self.fills:
+            return Round(start, real, real)
+        return Round(start, tuple((own if self.sparing else 0) or share for own in real), real)
+
+    def parts(self, round_: Round, parts: Sequence[Any]) -> Iterator[tuple[Round, Any]]:
+        """The parts of a round that are dealt here; one that is read for another rank is told apart as that rank's."""
+        if not self.everyone:
+            if round_.rows[self.rank]:
+                yield replace(round_, ids=_ids(parts[self.rank])), parts[self.rank]
             return
-        self.remainder = len(open_round)
-        if self.even:
-            filler = first or open_round
-            fill = [filler[place % len(filler)] for place in range(size - len(open_round))]
-            yield (open_round + fill)[mine]
-        elif open_round[mine]:
-            yield open_round[mine]
+        start = round_.start
+        for rows, real, part in zip(round_.rows, round_.real, parts, strict=True):
+            if rows and (real or not self.sparing):  # a rank that would go empty is seen to when batches are sent
+                yield Round(start, (rows,), (real,), _ids(part), round_.worker), part
+            start += real
 
-    def deal_batches(self, batches: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
-        """The same for items that come in batches; whole batches are dealt without being taken apart."""
-        stream = iter(batches)
-        first: Sequence[Any] | None = None
-        full: list[Sequence[Any]] = []
-        size = self.share * self.world_size
-        for batch in stream:
-            if len(batch) == size and not full:
-                yield batch[self.rank * self.share : (self.rank + 1) * self.share]
-                first = batch if first is None else first
-                continue
-            full.append(batch)
-            if len(batch) != self.share:
-                break
-            if len(full) == self.world_size:
-                yield full[self.rank]
-                first = [item for part in full for item in part] if first is None else first
-                full = []
-        yield from self.deal((item for part in itertools.chain(full, stream) for item in part), first)
+    def slices(self, round_: Round, items: Sequence[Any], share: int) -> Iterator[tuple[Round, Any]]:
+        """The same for parts that lie ``share`` apart in ``items``."""
+        parts = [items[rank * share : rank * share + rows] for rank, rows in enumerate(round_.rows)]
+        return self.parts(round_, parts)
 
-    def rounds(self, items: int) -> int:
-        """How many slices this rank gets of so many items."""
-        size = self.share * self.world_size
-        full, rest = divmod(items, size)
-        if not rest or self.drop_last:
-            return full
-        return full + (1 if self.even else int(rest > self.rank * self.share))
+    def rounds(self, count: int, size: int, drop_last: bool) -> int:
+        """How many of ``count`` items' rounds of ``size`` this rank takes part in."""
+        whole, left = divmod(count, size)
+        if not left or drop_last:
+            return whole
+        share = size // self.world_size
+        return whole + (1 if self.fills or left > self.rank * share else 0)
 
 
-class ShardedBatchSampler(BatchSampler):
-    """This rank's batches of a batch sampler whose batches have a fixed size."""
+class Shard:
+    """What the samplers and the stream below have in common: where to begin, and the rounds under way."""
 
-    def __init__(self, inner: BatchSampler, *, rank: int, world_size: int, split: bool, even: bool) -> None:
+    deal: Deal
+    sampler: Any
+    inner: Any
+
+    def _prepare(self, deal: Deal) -> None:
+        self.deal = deal
+        self.start = 0
+        """Where the next iteration begins; later ones begin at 0."""
+        self.skip = 0
+        """Rounds that every iteration passes over."""
+        self.coming: deque[Round] = deque()
+        """The rounds of batches that were dealt, but not yet handed out."""
+        self.latest: Round | None = None
+        """The round of the items that a stream is giving out."""
+        self.began: Tensor | None = None
+        """The state of the order's generator when the epoch began."""
+        self.began_epoch = 0
+        """The sampler's own count of epochs then."""
+        self.again: Tensor | None = None
+        """Such a state, for the next iteration to begin with."""
+
+    def _opening(self) -> tuple[int, Tensor | None]:
+        start, again = self.start, self.again
+        self.forget()
+        self.coming.clear()
+        self.began_epoch = getattr(self.sampler, "epoch", 0)
+        return start, again
+
+    def forget(self) -> None:
+        """Begin the next iteration at its start."""
+        self.start, self.again = 0, None
+
+    def batches(self) -> int:
+        """This rank's batches in an epoch, without those that are skipped; TypeError when nobody knows."""
+        raise NotImplementedError
+
+    def left(self) -> int | None:
+        """This rank's batches in the next iteration; None when nobody knows."""
+        try:
+            return self.batches() if self.start == 0 else None
+        except TypeError:
+            return None
+
+    def places(self, workers: int) -> list[int]:
+        """Where the next iteration begins, for each worker of a stream."""
+        return [self.start]
+
+    def remainder(self, round_: Round) -> int:
+        """Real samples in the last round; 0 when it was full."""
+        raise NotImplementedError
+
+
+class ShardedBatchSampler(Shard, BatchSampler):
+    """This rank's batches of torch's batch sampler over any sampler."""
+
+    def __init__(self, inner: BatchSampler, deal: Deal, *, split: bool) -> None:
         # The base class is for isinstance only.
         self.inner = inner
         self.sampler = inner.sampler
-        self.drop_last = bool(getattr(inner, "drop_last", False))
+        self.drop_last = inner.drop_last
         self.batch_size = inner.batch_size
-        share = check_split(inner.batch_size, world_size) if split else inner.batch_size
-        self._dealer = Dealer(rank=rank, world_size=world_size, share=share, drop_last=self.drop_last, even=even)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._dealer.deal_batches(self.inner)
-
-    def __len__(self) -> int:
-        return self._dealer.rounds(_count(self.inner))
+        self.share = check_split(inner.batch_size, deal.world_size) if split else inner.batch_size
+        self._prepare(deal)
 
     @property
-    def remainder(self) -> int:
-        """Real samples in the last round; 0 when it was complete."""
-        return self._dealer.remainder
+    def size(self) -> int:
+        """Samples in a full round."""
+        return self.share * self.deal.world_size
 
-
-def _count(inner: BatchSampler) -> int:
-    """How many indices a batch sampler gives in all; its last batch counts as it really is where that is known."""
-    sampler = getattr(inner, "sampler", None)
-    if type(inner) is BatchSampler and sampler is not None:
-        total = len(sampler)
-        return total - total % inner.batch_size if inner.drop_last else total
-    return len(inner) * inner.batch_size
-
-
-class DealtBatchSampler(Sampler[Any]):
-    """This rank's batches of any batch sampler, dealt whole: batches keep the size their sampler gave them."""
-
-    def __init__(self, inner: Any, *, rank: int, world_size: int, even: bool) -> None:
-        self.inner = inner
-        self.drop_last = bool(getattr(inner, "drop_last", False))
-        self._dealer = Dealer(rank=rank, world_size=world_size, share=1, drop_last=False, even=even)
-        self._last_round: list[int] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        self._last_round = []
-        for (batch,) in self._dealer.deal(self._noted()):
-            yield batch
-
-    def _noted(self) -> Iterator[Any]:
-        for batch in self.inner:
-            size = len(batch) if isinstance(batch, Sequence) else 1
-            if len(self._last_round) == self._dealer.world_size:
-                self._last_round = []
-            self._last_round.append(size)
-            yield batch
+    def __iter__(self) -> Iterator[list[Any]]:
+        place, again = self._opening()
+        deal, share, size, note = self.deal, self.share, self.size, self.coming.append
+        place += self.skip * size
+        order, self.began = open_order(self.sampler, place, size if deal.fills else 0, again)
+        begin, count = (0, size) if deal.everyone else (deal.rank * share, share)
+        full = (share,) * deal.world_size
+        found, items = order.read(size, begin, count)
+        while found == size:
+            if deal.everyone:
+                for part, indices in deal.slices(Round(place, full, full), items, share):
+                    note(part)
+                    yield indices
+            else:
+                note(Round(place, full, full, items))
+                yield items
+            place += size
+            found, items = order.read(size, begin, count)
+        if found and not self.drop_last:
+            if deal.fills:
+                items += itertools.islice(itertools.cycle(order.head(size)), size - found)
+            for part, indices in deal.slices(deal.tail(place, share, found), items, share):
+                note(part)
+                yield indices
+        order.close()
 
     def __len__(self) -> int:
-        return self._dealer.rounds(len(self.inner))
+        return self.batches() * (self.deal.world_size if self.deal.everyone else 1)
+
+    def batches(self) -> int:
+        """This rank's batches in an epoch."""
+        return self._rounds(0)
+
+    def left(self) -> int | None:
+        """This rank's batches in the next iteration."""
+        try:
+            return self._rounds(self.start)
+        except TypeError:
+            return None
+
+    def _rounds(self, start: int) -> int:
+        total = len(self.sampler)
+        if self.drop_last:
+            total -= total % self.batch_size
+        return max(0, self.deal.rounds(max(0, total - start), self.size, self.drop_last) - self.skip)
+
+    def remainder(self, round_: Round) -> int:
+        """Real samples in the last round; 0 when it was full."""
+        return sum(round_.real) % self.size
+
+
+class DealtBatchSampler(Shard, Sampler[Any]):
+    """This rank's batches of any batch sampler, dealt whole: batches keep the size their sampler gave them.
+
+    Also for a sampler whose samples are not batched at all. Where batches have a fixed size, only the very last one may
+    be shorter, and is filled up as a plain sampler's would be.
+    """
+
+    def __init__(self, inner: Any, deal: Deal, *, split: bool) -> None:
+        self.inner = inner
+        self.sampler = getattr(inner, "sampler", None)
+        size = getattr(inner, "batch_size", None)
+        self._fixed = size if isinstance(size, int) and not isinstance(size, bool) else None
+        self.drop_last = self._fixed is not None and bool(getattr(inner, "drop_last", False))
+        self.batch_size = size
+        self._split = split
+        if split:
+            check_split(self._fixed, deal.world_size)
+        self._prepare(deal)
+
+    def __iter__(self) -> Iterator[Any]:
+        place, again = self._opening()
+        deal = self.deal
+        per_round = 1 if self._split else deal.world_size
+        stream = iter(self._batches(again))
+        head = list(itertools.islice(stream, deal.world_size)) if deal.fills else []
+        stream = itertools.chain(head, stream)
+        passed = 0
+        while passed < place and (batch := next(stream, None)) is not None:
+            passed += _rows(batch)
+        passed += sum(_rows(batch) for batch in itertools.islice(stream, self.skip * per_round))
+        batches = list(itertools.islice(stream, per_round))
+        while batches:
+            upcoming = list(itertools.islice(stream, per_round))
+            if self.drop_last and len(batches) < per_round:
+                return
+            round_, parts = self._round(passed, batches, head, not upcoming)
+            for part, batch in deal.parts(round_, parts):
+                self.coming.append(part)
+                yield batch
+            passed = round_.end
+            batches = upcoming
+
+    def _batches(self, again: Tensor | None) -> Iterable[Any]:
+        generator = getattr(self.sampler, "generator", None) or getattr(self.inner, "generator", None)
+        if generator is not None:
+            if again is not None:
+                generator.set_state(again)
+            self.began = generator.get_state()
+        return self.inner
+
+    def _round(self, place: int, batches: list[Any], head: list[Any], last: bool) -> tuple[Round, list[Any]]:
+        """What each rank gets of these batches."""
+        world_size, fills = self.deal.world_size, self.deal.fills and last
+        if self._split:
+            return self._cut(place, batches[0], head[0] if head else [], last)
+        parts = list(batches)
+        real = [_rows(batch) for batch in parts]
+        if fills and self._fixed is not None and real[-1] < self._fixed and not self.deal.sparing:
+            filler = itertools.cycle([item for batch in head for item in batch])
+            parts[-1] = [*parts[-1], *itertools.islice(filler, self._fixed - real[-1])]
+        if fills:
+            missing = world_size - len(parts)
+            parts += [head[place % len(head)] for place in range(missing)]
+            real += [0] * missing
+        parts += [()] * (world_size - len(parts))
+        real += [0] * (world_size - len(real))
+        return Round(place, tuple(_rows(part) for part in parts), tuple(real)), parts
+
+    def _cut(self, place: int, batch: Sequence[Any], head: Sequence[Any], last: bool) -> tuple[Round, list[Any]]:
+        """One batch, a slice for each rank."""
+        world_size = self.deal.world_size
+        share, left = divmod(len(batch), world_size)
+        if last and len(batch) < (self._fixed or 0):
+            share = (self._fixed or 0) // world_size
+            round_ = self.deal.tail(place, share, len(batch))
+            items = [*batch]
+            if self.deal.fills:
+                items += itertools.islice(itertools.cycle(head), share * world_size - len(batch))
+        elif left:
+            raise DataError(
+                f"split_batches=True: the batch sampler gave a batch of {len(batch)} samples in the middle of the "
+                f"epoch ({name_samples(batch)}), which cannot be cut into {world_size} equal parts. Let it give "
+                f"batches of a multiple of {world_size}, or leave split_batches out."
+            )
+        else:
+            round_, items = Round(place, (share,) * world_size, (share,) * world_size), [*batch]
+        return round_, [items[rank * share : rank * share + round_.rows[rank]] for rank in range(world_size)]
+
+    def __len__(self) -> int:
+        return self.batches() * (self.deal.world_size if self.deal.everyone else 1)
+
+    def batches(self) -> int:
+        """This rank's batches in an epoch."""
+        batches = len(self.inner)
+        if self._split:
+            return max(0, batches - self.skip)
+        return max(0, self.deal.rounds(batches, self.deal.world_size, self.drop_last) - self.skip)
+
+    def remainder(self, round_: Round) -> int:
+        """Real samples in the last round; 0 when it was full."""
+        size = (self._fixed or 0) * (1 if self._split else self.deal.world_size)
+        full = all(round_.real) and round_.real == round_.rows and sum(round_.real) >= size
+        return 0 if full else sum(round_.real)
+
+
+def _rows(batch: Any) -> int:
+    try:
+        return len(batch)
+    except TypeError:
+        return 1  # one index, of a loader that does not batch
+
+
+def _ids(part: Any) -> Sequence[Any]:
+    if isinstance(part, Sequence):
+        return part
+    return part.tolist() if hasattr(part, "tolist") and _rows(part) != 1 else [part]
+
+
+class ShardedIterable(Shard, IterableDataset[Any]):
+    """This rank's items of an iterable data set. Whoever reads it reads the whole stream and keeps a part.
+
+    In a worker process, each worker has a stream of its own, with rounds of its own.
+    """
+
+    def __init__(self, inner: Any, deal: Deal, *, batch_size: int | None, drop_last: bool, split: bool) -> None:
+        self.inner = inner
+        self.sampler = None
+        self.drop_last = drop_last
+        self.share = check_split(batch_size, deal.world_size) if split else (batch_size or 1)
+        self.starts: list[int] | None = None
+        """Where each worker's stream begins in the next iteration, when that is not at its start."""
+        self.counted_from: list[int] | None = None
+        """The same when the data set goes there by itself."""
+        self._prepare(deal)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__  # the base class has none, and __getattr__ below would ask the data set for one
 
     @property
-    def remainder(self) -> int:
-        """Real samples in the last round; 0 when it was complete."""
-        return sum(self._last_round) if self._dealer.remainder > 0 else self._dealer.remainder
+    def size(self) -> int:
+        """Items in a full round."""
+        return self.share * self.deal.world_size
 
+    def places(self, workers: int) -> list[int]:
+        """Where each worker's stream begins."""
+        starts = self.counted_from or self.starts or [self.start] * workers
+        # Batches come from the workers in turn.
+        rounds = [max(0, -(-(self.skip - worker) // workers)) for worker in range(workers)]
+        return [start + skipped * self.size for start, skipped in zip(starts, rounds, strict=True)]
 
-class ShardedIterable(IterableDataset[Any]):
-    """This rank's items of an iterable data set. Every rank reads the whole stream and keeps its part."""
-
-    def __init__(
-        self,
-        inner: Any,
-        *,
-        batch_size: int | None,
-        drop_last: bool,
-        rank: int,
-        world_size: int,
-        split: bool,
-        even: bool,
-    ) -> None:
-        self.inner = inner
-        share = check_split(batch_size, world_size) if split else (batch_size or 1)
-        self._dealer = Dealer(rank=rank, world_size=world_size, share=share, drop_last=drop_last, even=even)
+    def forget(self) -> None:
+        """Begin the next iteration at its start."""
+        super().forget()
+        self.starts = self.counted_from = None
 
     def __iter__(self) -> Iterator[Any]:
-        for part in self._dealer.deal(self.inner):
-            yield from part
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        place, resumed = self.places(workers)[worker], self.counted_from is not None
+        self._opening()
+        deal, share, size = self.deal, self.share, self.size
+        full = (share,) * deal.world_size
+        order = Walked(self.inner, 0 if resumed else place, size if deal.fills else 0)
+        found, items = order.read(size, 0, size)
+        while found == size or (found and not self.drop_last):
+            if found == size:
+                round_ = Round(place, full, full, worker=worker)
+            else:
+                round_ = replace(deal.tail(place, share, found), worker=worker)
+                if deal.fills:
+                    items += itertools.islice(itertools.cycle(order.head(size)), size - found)
+            for self.latest, places in deal.slices(round_, range(place, place + size), share):
+                yield from items[places.start - place : places.stop - place]
+            place += found
+            found, items = order.read(size, 0, size) if found == size else (0, [])
 
     def __len__(self) -> int:
-        return self._dealer.rounds(len(self.inner)) * self._dealer.share
+        return self.batches() * (self.size if self.deal.everyone else self.share)
+
+    def batches(self) -> int:
+        """This rank's batches in an epoch."""
+        return max(0, self.deal.rounds(len(self.inner), self.size, self.drop_last) - self.skip)
+
+    def left(self) -> int | None:
+        """This rank's batches in the next iteration."""
+        return super().left() if self.starts is None and self.counted_from is None else None
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the data set which epoch begins, if it wants to know."""
         if hasattr(self.inner, "set_epoch"):
             self.inner.set_epoch(epoch)
 
-    @property
-    def remainder(self) -> int:
-        """Real items in the last round; unknown while workers read in other processes."""
-        return self._dealer.remainder
+    def remainder(self, round_: Round) -> int:
+        """Real items in the last round; 0 when it was full."""
+        return sum(round_.real) % self.size
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":

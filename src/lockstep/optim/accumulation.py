@@ -27,9 +27,6 @@ class Loader(Protocol):
     def remaining(self) -> int | None:
         """Batches left, the current one included; None when nobody knows."""
 
-    def real(self, rows: int) -> int:
-        """How many of the rows that all ranks have for the last batch are real."""
-
 
 class Accumulation:
     """The open window of micro-batches.
@@ -144,7 +141,8 @@ class Accumulation:
         count = _count(num_items)
         if self.num_steps > 1 and not self.inside:
             raise UsageError(
-                "backward(num_items=…) with gradient accumulation belongs inside accelerator.accumulate()."
+                "backward(num_items=…) with gradient accumulation belongs inside accelerator.accumulate(); so does "
+                "every backward with reproducible=True."
             )
         if self._filled > 1 and not self._items:
             raise UsageError(

@@ -28,7 +28,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
     Everything else goes to the wrapped optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, accumulation: Accumulation, scaler: Scaler | None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        accumulation: Accumulation,
+        scaler: Scaler | None,
+        announce: Callable[[PreparedOptimizer], None] | None = None,
+    ) -> None:
         # The base class is for isinstance only: its constructor would start a second optimizer.
         self.optimizer = optimizer
         self.step_was_skipped = False
@@ -36,6 +42,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._accumulation = accumulation
         accumulation.optimizers.add(optimizer)
         self._scaler = scaler
+        self._announce = announce
         if scaler is not None:
             scaler.watch(optimizer)
 
@@ -43,6 +50,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Update the parameters, if an update is due."""
         if not self._accumulation.sync_gradients:
             return None
+        if self._announce is not None:
+            announce, self._announce = self._announce, None
+            announce(self)
         if self._scaler is None:
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         self.step_was_skipped = not self._scaler.step(self.optimizer, closure)
@@ -110,7 +120,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        return {**self.__dict__, "_announce": None}  # it leads to the accelerator, which a copy has no use for
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

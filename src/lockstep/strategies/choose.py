@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
 from lockstep.config.handlers import DistributedDataParallelKwargs
+from lockstep.optim.accumulation import Accumulation
 from lockstep.strategies.single import Single
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
+
+if TYPE_CHECKING:
+    from lockstep.strategies.joining import Stateful
 
 
 class Strategy(Protocol):
@@ -28,6 +33,14 @@ class Strategy(Protocol):
 
     def forced_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A region whose backward averages gradients even if its forwards ran without."""
+
+    def join(
+        self, joinables: Any, accumulation: Accumulation, states: Sequence[Stateful]
+    ) -> AbstractContextManager[None]:
+        """Called on: all ranks. A region in which a rank may have fewer batches than others.
+
+        ``states`` is what a rank that runs out early takes over from the others at the end.
+        """
 
     def reattach(self, model: nn.Module) -> None:
         """Point the model at the group's new generation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,7 +22,9 @@ from lockstep.comm.objects import all_objects
 from lockstep.comm.tensors import broadcast_leaves
 from lockstep.config.choices import DDPCommunicationHookType
 from lockstep.config.handlers import DistributedDataParallelKwargs
-from lockstep.errors import DistributedOperationException
+from lockstep.errors import DistributedOperationException, UsageError
+from lockstep.optim.accumulation import Accumulation
+from lockstep.strategies.joining import Stateful, check_joinables, joined
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
@@ -77,7 +79,7 @@ class DDP:
 
     def _share_buffers(self, wrapped: nn.Module, _: Any) -> None:
         """Give every rank rank 0's buffers before a forward, when DDP would, but in a way that can be left."""
-        if wrapped.require_forward_param_sync:
+        if wrapped.require_forward_param_sync and not _in_join(wrapped):
             leaves, signature = trees.flatten(list(wrapped.module.buffers()))  # type: ignore[union-attr]
             self._group.check("sharing buffers")
             broadcast_leaves(self._group, leaves, signature)
@@ -89,7 +91,10 @@ class DDP:
             self._meetings.pop(wrapped).remove()  # one of the generation before
         if self._topology.device.type == "cpu":
             reference = weakref.ref(wrapped)  # torch would never let go of a model that its own hook holds
-            wrapped.register_comm_hook(None, _averaging(self._group, hook, state, lambda: self._meet_once(reference())))
+            average = _averaging(
+                self._group, hook, state, lambda: self._meet_once(reference()), delayed=self._options.static_graph
+            )
+            wrapped.register_comm_hook(None, average)
         elif hook is not None:
             wrapped.register_comm_hook(state, hook)
 
@@ -103,7 +108,8 @@ class DDP:
             return  # then DDP keeps its first buckets
 
         def meet(module: nn.Module, _: Any) -> None:
-            if torch.is_grad_enabled():
+            # In a join some ranks may run no forward any more. There it waits for the first one after it.
+            if torch.is_grad_enabled() and not _in_join(module):
                 self._group.barrier()
                 self._meetings.pop(module).remove()
 
@@ -132,6 +138,17 @@ class DDP:
         finally:
             model.require_backward_grad_sync, model.require_forward_param_sync = before
 
+    @contextmanager
+    def join(self, joinables: Any, accumulation: Accumulation, states: Sequence[Stateful]) -> Iterator[None]:
+        """Called on: all ranks. A region in which a rank may have fewer batches than others; see ``joining``."""
+        items = check_joinables(joinables)
+        if any(_in_join(item) for item in items):
+            raise UsageError("join_uneven_inputs is open already for this model. Pass several models to one block.")
+        on_host = self._topology.device.type == "cpu"
+        buffers = _BUFFER_OPTION if on_host and self._options.broadcast_buffers else None
+        with joined(self._group, items, accumulation, states, buffers):
+            yield
+
     def reattach(self, model: nn.Module) -> None:
         """Point the model at the group's new generation.
 
@@ -145,8 +162,14 @@ class DDP:
         model._update_process_group(self._group.pg)
         model._remove_autograd_hooks()
         model._comm_hooks.clear()
+        model._static_graph_delay_allreduce_enqueued = False  # the new reducer has yet to learn the graph
         model.__setstate__(model.__getstate__())  # as unpickling does: makes the reducer, with its first buckets
         self._hook(model)
+
+
+def _in_join(item: Any) -> bool:
+    """Whether some ranks may have run out of batches, and take part only in what torch's ``Join`` answers for them."""
+    return item._join_config.enable
 
 
 # --- gradients on their way --------------------------------------------------------------------------------------
@@ -154,30 +177,36 @@ class DDP:
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
-def _averaging(group: Group, hook: Hook | None, state: Any, at_first: Callable[[], None]) -> Hook:
+def _averaging(group: Group, hook: Hook | None, state: Any, at_first: Callable[[], None], *, delayed: bool) -> Hook:
     """A hook whose all-reduces are waited for by us, so that a backward that waits for a failed rank can be left.
 
     DDP gets a future per bucket and waits for it at the end of backward. Just before that, in the same thread, the
-    autograd engine calls ``finish``, which waits in a way that can be left, and completes the futures.
+    autograd engine calls ``finish``, which waits in a way that can be left, and completes the futures. Where
+    it does not, ``finish`` follows the last bucket: a rank that has run out of batches calls the hook without a
+    backward, and with ``delayed``, a static graph, DDP does not return to the engine before it waits.
     """
     share = 1.0 / group.world_size
     options = dist.AllreduceOptions()
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+    backward_number = torch._C._current_graph_task_id
     new_promise: Any = torch._C.Future  # the Python class above it costs as much again
     under_way: list[Any] = []
     promised: list[tuple[torch.futures.Future[Any], Any]] = []
     group.keep(under_way)
     first = True
+    at_end = True
 
     def average(_: Any, bucket: Any) -> torch.futures.Future[Any]:
-        nonlocal first
+        nonlocal first, at_end
         if bucket.index() == 0:
             group.check("averaging gradients")
             if first:
                 first = False
                 at_first()
             clear()  # what a backward that was broken off has left
-            queue_callback(finish)
+            at_end = backward_number() != -1 and not delayed
+            if at_end:
+                queue_callback(finish)
         promise = new_promise([])
         if hook is None:
             buffer = bucket.buffer().mul_(share)  # as DDP itself does, to the bit
@@ -186,6 +215,8 @@ def _averaging(group: Group, hook: Hook | None, state: Any, at_first: Callable[[
         else:
             under_way.append(FutureWork(hook(state, bucket)))
             promised.append((promise, None))
+        if not at_end and bucket.is_last():
+            finish()
         return promise
 
     def finish() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 
@@ -24,6 +25,10 @@ class Single:
 
     def forced_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Nothing to force."""
+        return nullcontext()
+
+    def join(self, joinables: Any, accumulation: Any, states: Any) -> AbstractContextManager[None]:
+        """Nobody to wait for."""
         return nullcontext()
 
     def reattach(self, model: nn.Module) -> None:

@@ -60,11 +60,14 @@ class Cause:
     """What happened there, in one line."""
     leaving: bool = False
     """Whether that rank goes away for good, so that waiting for it is vain."""
+    details: str = ""
+    """Its traceback, where others should show it."""
 
     def failure(self, doing: str) -> PeerFailure:
         """The error for a rank that is left ``doing`` something alone."""
         after = "it has left the job" if self.leaving else "this rank leaves too, so that all can go on together"
-        return PeerFailure(f"Rank {self.rank} failed: {self.what}. While {doing}, {after}.", rank=self.rank)
+        trace = f"\n\nOn rank {self.rank}:\n{self.details.rstrip()}" if self.details else ""
+        return PeerFailure(f"Rank {self.rank} failed: {self.what}. While {doing}, {after}.{trace}", rank=self.rank)
 
 
 class Group:
@@ -80,6 +83,8 @@ class Group:
         """Whether each of our collectives is verified before it runs."""
         self.generation = 0
         self.tick = 0
+        self.scopes = 0
+        """Scopes of ``comm.agree`` that are open: inside one, a failure here is survived."""
         self.memo: dict[Any, Any] = {}
         """What the collectives remember between calls of one generation."""
         self._pg: Any = None
@@ -268,7 +273,7 @@ class Group:
 
     def _await_cause(self) -> None:
         """A connection breaks a moment before the reason for it is known: give it that moment."""
-        deadline = time.monotonic() + (CAUSE_PATIENCE if self.tick else 0.0)
+        deadline = time.monotonic() + CAUSE_PATIENCE
         while self._cause is None and time.monotonic() < deadline:
             time.sleep(0.01)
 
@@ -281,17 +286,18 @@ class Group:
             self._free()
         return self.tick
 
-    def end(self, what: str, *, leaving: bool = False) -> Cause:
+    def end(self, what: str, *, leaving: bool = False, details: str = "") -> Cause:
         """Called on: the rank that failed. Tell the others; the first cause told is the one that counts."""
-        mine = Cause(rank=self.rank, tick=self.tick, what=what, leaving=leaving)
+        mine = Cause(rank=self.rank, tick=self.tick, what=what, leaving=leaving, details=details)
         try:
             told = self._root.compare_set(self._key("end"), "", json.dumps(asdict(mine)))
         except dist.DistNetworkError as error:
             raise self._lost_store(f"tell the others of its failure ({what})") from error
         cause = Cause(**json.loads(told))
-        self._ended(self.generation, cause)
+        # First the reason, then the broken lines, or others would see those and not know why.
         for peer in range(self.world_size):
             self._root.set(self._key(f"wake/{peer}"), told)  # type: ignore[arg-type]
+        self._ended(self.generation, cause)
         return cause
 
     def _ended(self, generation: int, cause: Cause) -> None:

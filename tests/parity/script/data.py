@@ -74,6 +74,15 @@ def scenarios():
     found["order/split asked of the constructor"] = lambda: order(
         {"dataset": range(8), "batch_size": 4}, {}, split_batches=True, config=False
     )
+    for samples, batch, split in itertools.product((8, 16, 24), (2, 4), yes_no):
+        name = f"samples={samples} batch={batch} split_batches={split}"
+        tensors = {"dataset": torch.arange(samples), "batch_size": batch}
+        layout = {"split_batches": split, "dispatch_batches": True}
+        found[f"dispatch/map/{name}"] = lambda tensors=tensors, layout=layout: order(tensors, layout)
+    for skipped, shuffle in itertools.product((0, 1, 3), yes_no):
+        found[f"skip/batches={skipped} shuffle={shuffle}"] = lambda skipped=skipped, shuffle=shuffle: skip(
+            skipped, shuffle
+        )
     found |= {f"shuffle/{name}": run for name, run in shuffles().items()}
     found["nested loaders"] = nested
     found["stopped early"] = stopped_early
@@ -93,6 +102,19 @@ def order(loader_options, layout, epochs=2, config=True, **options):
         seen["after"] = where(accelerator.gradient_state)
     seen["total_batch_size"] = attempt(lambda: loader.total_batch_size)
     seen["total_dataset_length"] = attempt(lambda: loader.total_dataset_length)
+    return seen
+
+
+def skip(batches, shuffle):
+    accelerator = fresh()
+    set_seed(7)
+    loader = accelerator.prepare(DataLoader(range(15), batch_size=2, shuffle=shuffle))
+    short = accelerator.skip_first_batches(loader, batches)
+    seen = {"length": len(short), "first": [], "later": []}
+    for batch in short:
+        seen["first"].append(batch.tolist())
+    for batch in loader:
+        seen["later"].append(batch.tolist())
     return seen
 
 

@@ -67,6 +67,25 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"scheduler_unit": "epoch"}, ["scheduler_unit='epoch'", "'process'", "'update'"]),
     ({"debug": "everything"}, ["debug='everything'", "'collectives'"]),
     ({"debug": 3}, ["debug=3", "'collectives'"]),
+    ({"reproducible": "yes"}, ["reproducible='yes'", "True or False"]),
+    ({"reproducible": True, "mixed_precision": "bf16"}, ["reproducible=True", "mixed_precision='bf16'"]),
+    (
+        {"reproducible": True, "dataloader_config": DataLoaderConfiguration(even_batches=False)},
+        ["reproducible=True", "even_batches=False"],
+    ),
+    (
+        {
+            "reproducible": True,
+            "gradient_accumulation_plugin": GradientAccumulationPlugin(
+                tail_divisor="window", sync_with_dataloader=False
+            ),
+        },
+        ["reproducible=True", "tail_divisor='window'", "sync_with_dataloader=False"],
+    ),
+    (
+        {"reproducible": True, "kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="bf16")]},
+        ["reproducible=True", "comm_hook"],
+    ),
 ]
 
 
@@ -163,6 +182,7 @@ def test_a_variable_that_asks_for_what_is_not_built(variable: str, monkeypatch: 
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "0"),
         ("ACCELERATE_USE_CPU", "perhaps"),
         ("LOCKSTEP_DEBUG_MODE", "perhaps"),
+        ("LOCKSTEP_REPRODUCIBLE", "perhaps"),
         ("ACCELERATE_USE_FSDP", "perhaps"),
         ("ACCELERATE_DYNAMO_BACKEND", "gcc"),
     ],
@@ -193,8 +213,6 @@ HANDLERS: list[tuple[Any, dict[str, Any], str]] = [
     (ProfileKwargs, {"with_stack": 1}, "with_stack=1"),
     (DataLoaderConfiguration, {"split_batches": "yes"}, "split_batches='yes'"),
     (DataLoaderConfiguration, {"even_batches": None}, "even_batches=None"),
-    (DataLoaderConfiguration, {"dispatch_batches": True}, "dispatch_batches=True"),
-    (DataLoaderConfiguration, {"use_stateful_dataloader": True}, "use_stateful_dataloader=True"),
     (DataLoaderConfiguration, {"data_seed": 3}, "data_seed=3"),
     (GradientAccumulationPlugin, {"num_steps": 0}, "num_steps=0"),
     (GradientAccumulationPlugin, {"tail_divisor": "half"}, "tail_divisor='half'"),

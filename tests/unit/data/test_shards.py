@@ -1,158 +1,171 @@
-"""Dealing items to ranks, as pure arithmetic."""
+"""Dealing samples to ranks: every one once, in order, and each rank knows what the others hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
-from lockstep.data.shards import Dealer, DealtBatchSampler, ShardedBatchSampler, ShardedIterable, check_split
-from lockstep.errors import ConfigError
+from lockstep.data.shards import check_split
+from lockstep.errors import ConfigError, DataError
 
+from .ranks import KINDS, Bags, Numbers, OddBatches, Stream, gathered, make, prepare, ranks_of, values
 
-def dealers(world_size: int, share: int, drop_last: bool, even: bool) -> list[Dealer]:
-    return [
-        Dealer(rank=rank, world_size=world_size, share=share, drop_last=drop_last, even=even)
-        for rank in range(world_size)
-    ]
-
-
-setups = st.tuples(st.integers(0, 30), st.integers(1, 4), st.integers(1, 5), st.booleans(), st.booleans())
+counts = st.integers(0, 30)
+sizes = st.integers(1, 5)
+worlds = st.integers(1, 4)
 
 
-@given(setups)
-def test_what_is_dealt(setup: tuple[int, int, int, bool, bool]) -> None:
-    count, world_size, share, drop_last, even = setup
-    players = dealers(world_size, share, drop_last, even)
-    hands = [list(player.deal(range(count))) for player in players]
-    assert [len(hand) for hand in hands] == [player.rounds(count) for player in players]
-    size = share * world_size
-    real = count - count % size if drop_last else count
-    everything = [item for hand in hands for part in hand for item in part]
-    assert set(everything) == set(range(real))
-    if even or drop_last:
-        assert len({len(hand) for hand in hands}) == 1
-        assert all(len(part) == share for hand in hands for part in hand)
-        assert len(everything) == -(-real // size) * size
-    else:
-        assert len(everything) == real
-    expected = 0 if drop_last else count % size
-    assert {player.remainder for player in players} == {expected}
+def usual(kind: str, count: int, batch_size: int) -> list[int]:
+    """What an unprepared loader gives."""
+    return [item for batch in make(kind, count, batch_size) for item in values(batch)]
 
 
-@given(setups)
-def test_the_real_items_of_a_round_come_first(setup: tuple[int, int, int, bool, bool]) -> None:
-    """Gathering a round over the ranks gives the global order, and what was repeated at its end."""
-    count, world_size, share, drop_last, _ = setup
-    players = dealers(world_size, share, drop_last, True)
-    rounds = zip(*(player.deal(range(count)) for player in players), strict=True)
-    order = [item for hands in rounds for hand in hands for item in hand]
-    real = len(order) - (share * world_size - players[0].remainder if players[0].remainder else 0)
-    assert order[:real] == list(range(real))
-
-
-@given(
-    count=st.integers(0, 30),
-    batch_size=st.integers(1, 6),
-    world_size=st.integers(1, 3),
-    drop_last=st.booleans(),
-    even=st.booleans(),
-)
-def test_a_batch_sampler_has_the_length_it_says(
-    count: int, batch_size: int, world_size: int, drop_last: bool, even: bool
+@settings(max_examples=300, deadline=None)
+@given(kind=st.sampled_from(KINDS), count=counts, batch_size=sizes, world_size=worlds, even=st.booleans())
+def test_every_sample_once_in_the_order_of_an_unprepared_loader(
+    kind: str, count: int, batch_size: int, world_size: int, even: bool
 ) -> None:
-    inner = BatchSampler(SequentialSampler(range(count)), batch_size, drop_last)
-    samplers = [
-        ShardedBatchSampler(inner, rank=rank, world_size=world_size, split=False, even=even)
-        for rank in range(world_size)
-    ]
-    batches = [list(sampler) for sampler in samplers]
-    assert [len(part) for part in batches] == [len(sampler) for sampler in samplers]
-    seen = {index for part in batches for batch in part for index in batch}
-    whole = batch_size * world_size
-    assert seen == set(range(count - count % whole if drop_last else count))
+    if kind in ("shuffled", "seeded") and count == 0:
+        return  # torch refuses to make one
+    loaders = ranks_of(kind, count, batch_size, world_size, even_batches=even)
+    found = gathered(loaders)
+    if kind == "seeded":
+        assert sorted(found) == list(range(count))
+    else:
+        assert found == usual(kind, count, batch_size)
 
 
-class Buckets:
-    """Batches of changing size, with no size of its own to tell."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        self.sizes = sizes
-
-    def __iter__(self) -> Iterator[list[int]]:
-        start = 0
-        for size in self.sizes:
-            yield list(range(start, start + size))
-            start += size
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-
-@given(sizes=st.lists(st.integers(1, 5), max_size=9), world_size=st.integers(1, 4), even=st.booleans())
-def test_batches_of_any_size_are_dealt_whole(sizes: list[int], world_size: int, even: bool) -> None:
-    inner = Buckets(sizes)
-    samplers = [DealtBatchSampler(inner, rank=rank, world_size=world_size, even=even) for rank in range(world_size)]
-    hands = [list(sampler) for sampler in samplers]
-    assert [len(hand) for hand in hands] == [len(sampler) for sampler in samplers]
-    whole = [tuple(batch) for batch in inner]
-    dealt = [tuple(batch) for hand in hands for batch in hand]
-    assert set(dealt) == set(whole)
-    assert len(dealt) == (-(-len(whole) // world_size) * world_size if even else len(whole))
-    rest = len(sizes) % world_size
-    assert {sampler.remainder for sampler in samplers} == {sum(sizes[-rest:]) if rest else 0}
-
-
-class Count:
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.epoch = -1
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.count))
-
-    def __len__(self) -> int:
-        return self.count
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+@settings(max_examples=200, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    count=counts,
+    batch_size=sizes,
+    world_size=worlds,
+    even=st.booleans(),
+    sparing=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_each_rank_knows_what_all_hold(
+    kind: str, count: int, batch_size: int, world_size: int, even: bool, sparing: bool, drop_last: bool
+) -> None:
+    if kind in ("shuffled", "seeded") and count == 0:
+        return
+    loaders = ranks_of(kind, count, batch_size, world_size, even_batches=even, sparing=sparing, drop_last=drop_last)
+    hands: list[list[Any]] = []
+    for rank, loader in enumerate(loaders):
+        hand = []
+        for batch in loader:
+            assert loader.current is not None
+            assert len(values(batch)) == loader.current.rows[rank]
+            if kind not in ("stream",):
+                assert values(batch) == loader.sample_ids
+            hand.append(loader.current)
+        hands.append(hand)
+        assert loader.iteration == 1
+        if kind != "stream":
+            assert len(loader) == len(hand)
+    if (even or drop_last) and not (drop_last and kind in ("bags", "single")):
+        assert len({len(hand) for hand in hands}) == 1
+    for number in range(max(len(hand) for hand in hands)):
+        told = {hand[number] for hand in hands if number < len(hand)}
+        assert len(told) == 1, "ranks do not agree on a round"
+        (round_,) = told
+        having = [rank for rank, hand in enumerate(hands) if number < len(hand)]
+        assert [rank for rank, rows in enumerate(round_.rows) if rows] == having
+        if sparing:
+            assert all(rows == own or not own for rows, own in zip(round_.rows, round_.real, strict=True))
 
 
-@given(count=st.integers(0, 30), batch_size=st.integers(1, 5), world_size=st.integers(1, 3))
-def test_a_stream(count: int, batch_size: int, world_size: int) -> None:
-    parts = [
-        ShardedIterable(
-            Count(count),
-            batch_size=batch_size,
-            drop_last=False,
-            rank=rank,
-            world_size=world_size,
-            split=False,
-            even=True,
-        )
-        for rank in range(world_size)
-    ]
-    hands = [list(part) for part in parts]
-    assert [len(hand) for hand in hands] == [len(part) for part in parts]
-    assert {item for hand in hands for item in hand} == set(range(count))
+@settings(max_examples=60, deadline=None)
+@given(
+    count=counts, share=st.integers(1, 3), world_size=worlds, kind=st.sampled_from(("plain", "custom", "odd", "stream"))
+)
+def test_split_batches(count: int, share: int, world_size: int, kind: str) -> None:
+    size = share * world_size
+    loaders = ranks_of(kind, count, size, world_size, split_batches=True)
+    for loader in loaders:
+        assert loader.total_batch_size == size
+    assert gathered(loaders) == usual(kind, count, size)
+    if kind != "stream":
+        assert len(loaders[0]) == -(-count // size)
 
 
-def test_a_stream_passes_on_what_it_does_not_know() -> None:
-    inner = Count(4)
-    part = ShardedIterable(inner, batch_size=2, drop_last=False, rank=0, world_size=2, split=False, even=True)
-    part.set_epoch(3)
-    assert inner.epoch == 3
-    assert part.count == 4
+def test_a_batch_in_the_middle_that_cannot_be_split_is_named() -> None:
+    class Growing(OddBatches):
+        def __iter__(self) -> Any:
+            yield from ([0, 1], [2, 3, 4], [5, 6])
+
+    loader = DataLoader(Numbers(7), batch_sampler=Growing(range(7), 2, False))
+    prepared = prepare(loader, 1, 2, split_batches=True)
+    alone: Any = prepared._group
+    alone.end = lambda *args, **kwargs: None
+    with pytest.raises(DataError, match=r"samples 2, 3, 4.*cannot be cut into 2") as caught:
+        list(prepared)
+    assert "multiple of 2" in str(caught.value)
+
+
+def test_short_batches_in_the_middle_stay_whole() -> None:
+    """A bucketing sampler says a batch size and gives fewer now and then."""
+
+    class Buckets(OddBatches):
+        def __iter__(self) -> Any:
+            yield from ([0, 1, 2], [3], [4, 5, 6], [7, 8])
+
+    made = [prepare(DataLoader(Numbers(9), batch_sampler=Buckets(range(9), 3, False)), rank, 2) for rank in range(2)]
+    assert [values(batch) for batch in made[0]] == [[0, 1, 2], [4, 5, 6]]
+    assert [values(batch) for batch in made[1]] == [[3], [7, 8, 0]]
+
+
+def test_indices_may_come_as_arrays() -> None:
+    loader = DataLoader(Numbers(5), batch_sampler=[torch.tensor([0, 1]), torch.tensor([2]), torch.tensor([3, 4])])  # type: ignore[arg-type]
+    hands = [prepare(loader, rank, 2) for rank in range(2)]
+    assert gathered(hands) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streams_with_workers(workers: int) -> None:
+    """Each worker reads a stream of its own: nothing that an unprepared loader gives is lost, or given twice."""
+    count, size = 11, 2
+    plain = sorted(
+        item for batch in DataLoader(Stream(count), batch_size=size, num_workers=workers) for item in values(batch)
+    )
+    loaders = [prepare(DataLoader(Stream(count), batch_size=size, num_workers=workers), rank, 2) for rank in range(2)]
+    assert sorted(gathered(loaders)) == plain
+
+
+def test_persistent_workers_give_the_same_twice() -> None:
+    loader = prepare(
+        DataLoader(Stream(9), batch_size=2, num_workers=2, persistent_workers=True), 0, 2, even_batches=True
+    )
+    first = [values(batch) for batch in loader]
+    assert first
+    assert [values(batch) for batch in loader] == first
+    loader.inner._iterator._shutdown_workers()  # type: ignore[union-attr]
+
+
+def test_what_a_stream_does_not_know_it_asks_its_data_set() -> None:
+    stream = Stream(5)
+    stream.name = "mine"  # type: ignore[attr-defined]
+    loader = prepare(DataLoader(stream, batch_size=2), 0, 2)
+    assert loader.dataset is stream
+    assert loader.inner.dataset.name == "mine"
     with pytest.raises(AttributeError):
-        _ = part.no_such_thing
+        _ = loader.inner.dataset.nothing
+    with pytest.raises(TypeError):
+        len(loader)
 
 
 def test_splitting_needs_a_size_that_divides() -> None:
-    assert check_split(8, 4) == 2
-    with pytest.raises(ConfigError, match=r"batch of 7 cannot be cut into 2.*multiple of 2"):
-        check_split(7, 2)
-    with pytest.raises(ConfigError, match="fixed batch_size"):
+    assert check_split(6, 3) == 2
+    with pytest.raises(ConfigError, match="cannot be cut into 4"):
+        check_split(6, 4)
+    with pytest.raises(ValueError, match="fixed batch_size"):
         check_split(None, 2)
+    for loader in (DataLoader(Numbers(4), batch_sampler=Bags(4)), DataLoader(Stream(4), batch_size=3)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError):
+            prepare(loader, 0, 2, split_batches=True)

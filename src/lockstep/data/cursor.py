@@ -1,0 +1,162 @@
+"""Where a loader stands: one place in the epoch's order, from which any number of processes can go on."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.data.sampler import SeedableRandomSampler
+from lockstep.data.shards import Shard, ShardedIterable
+from lockstep.data.tagged import Tagging
+from lockstep.errors import DataError
+
+if TYPE_CHECKING:
+    from lockstep.data.loader import PreparedDataLoader
+
+_VERSION = 1
+
+
+def save(loader: PreparedDataLoader) -> dict[str, Any]:
+    """Where the loader stands."""
+    shard, generator = loader.shard, sampler_generator(loader.inner)
+    begun, pending = loader.places is not None, shard.again is not None
+    workers = max(1, loader.inner.num_workers)
+    places = list(loader.places) if loader.places is not None else shard.places(workers)
+    state = shard.began if begun else shard.again
+    if not begun and not pending and generator is not None:
+        state = generator.get_state()
+    seedable = _seedable(loader.inner)
+    return {
+        "version": _VERSION,
+        "epoch": loader.iteration,
+        "places": places,
+        "length": _length(loader.dataset),
+        "generator": None if state is None else state.clone(),
+        "begun": begun or pending,
+        "reads": loader.reads,
+        "owns_generator": generator is not None,
+        "seed": None if seedable is None else seedable.seed,
+        "sampler_epoch": None if seedable is None else shard.began_epoch if begun else seedable.epoch,
+        "world_size": loader._group.world_size,
+        "inner": loader.snapshot if begun else None,
+    }
+
+
+def load(loader: PreparedDataLoader, state: dict[str, Any]) -> None:
+    """Have the next iteration go on where the state was taken."""
+    if state.get("version") != _VERSION:
+        raise DataError(
+            f"This is no state of a prepared loader (version {state.get('version')!r}, expected {_VERSION}). "
+            "Pass what its state_dict() gave."
+        )
+    if state["begun"] and not state["reads"]:
+        raise DataError(
+            "This state was taken in the middle of an epoch on a rank that does not read the data itself "
+            "(dispatch_batches). Load the one that rank 0 gave."
+        )
+    shard, places = loader.shard, list(state["places"])
+    length = _length(loader.dataset)
+    if any(places) and None not in (length, state["length"]) and length != state["length"]:
+        raise DataError(
+            f"The state was taken in the middle of an epoch of {state['length']} samples; this data set has {length}. "
+            "Going on would lose or repeat samples: load the same data, or start with a new epoch."
+        )
+    shard.forget()
+    seedable = _seedable(loader.inner)
+    if seedable is not None and state["seed"] is not None:
+        seedable.seed, seedable.epoch = state["seed"], state["sampler_epoch"]
+    elif seedable is None and state["generator"] is not None:
+        if state["owns_generator"]:
+            own_generator(loader.inner)  # so that the epochs to come follow from it too
+        generator = sampler_generator(loader.inner)
+        if state["begun"]:
+            shard.again = state["generator"].clone()
+        elif generator is not None:
+            generator.set_state(state["generator"])
+    loader.begin_epoch(state["epoch"])
+    if isinstance(shard, ShardedIterable):
+        _place_stream(loader, shard, places, state)
+    elif places:
+        shard.start = places[0]
+    # Workers that are kept from one epoch to the next have their own copy of where to begin.
+    loader.inner.__dict__["_iterator"] = None
+    loader.places = None
+
+
+def _place_stream(loader: PreparedDataLoader, shard: ShardedIterable, places: list[int], state: dict[str, Any]) -> None:
+    if not loader.reads:
+        return
+    workers = max(1, loader.inner.num_workers)
+    if state["inner"] is not None and state["world_size"] == loader._group.world_size and _stateful(loader.inner):
+        loader.inner.load_state_dict(state["inner"])  # type: ignore[attr-defined]
+        shard.counted_from = places
+        return
+    if any(places) and len(places) != workers:
+        raise DataError(
+            f"The state of this iterable data set was taken with {len(places)} worker(s), each with a stream of its "
+            f"own; this loader has {workers}. Use the same num_workers."
+        )
+    if any(places):
+        shard.starts = places
+
+
+def _stateful(inner: DataLoader[Any]) -> bool:
+    return hasattr(inner, "load_state_dict")
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
+def _seedable(inner: DataLoader[Any]) -> SeedableRandomSampler | None:
+    return next((part for part in parts(inner) if isinstance(part, SeedableRandomSampler)), None)
+
+
+def own_generator(inner: DataLoader[Any]) -> None:
+    """Give a shuffling sampler a generator that can be put in step between ranks."""
+    for part in parts(inner)[:-1]:  # the samplers; a data set's generator is its own
+        if not isinstance(part, Shard) and getattr(part, "generator", part) is None:
+            generator = torch.Generator()
+            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+            part.generator = generator
+
+
+def sampler_generator(inner: DataLoader[Any]) -> torch.Generator | None:
+    """The generator that decides the order, if there is one."""
+    for part in parts(inner):
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator):
+            return generator
+    return None
+
+
+def parts(inner: DataLoader[Any]) -> list[Any]:
+    """What takes part in deciding the order: samplers, outermost first, then the data set."""
+    found: list[Any] = []
+    pending: list[Any] = [inner.batch_sampler, inner.sampler]
+    while pending:
+        part, *pending = pending
+        if part is None or any(part is other for other in found):
+            continue
+        found.append(part)
+        pending = [*pending, getattr(part, "inner", None), getattr(part, "sampler", None)]
+    return [*found, inner.dataset]
+
+
+def replace_shard(inner: DataLoader[Any], shard: Shard) -> Shard:
+    """Put a copy of the shard in its place in a copied loader, so that the two loaders do not share their place."""
+    fresh = copy.copy(shard)
+    fresh.coming = copy.copy(shard.coming)
+    for name in ("batch_sampler", "sampler", "dataset"):
+        if getattr(inner, name) is shard:
+            inner.__dict__[name] = fresh
+    if isinstance(fresh, ShardedIterable):
+        tagging: Any = inner.collate_fn
+        inner.__dict__["collate_fn"] = Tagging(fresh, tagging.collate)
+    return fresh

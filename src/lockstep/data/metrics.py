@@ -1,0 +1,359 @@
+"""What all ranks computed from one round of batches, without the samples that were repeated to fill it.
+
+How many samples each rank's batch holds, and how many of them are real, stands in the `Round`: nothing is guessed
+from the length of what was gathered. Joining is done by `Joiner`, which talks to nobody; a round that is complete
+has nothing to drop and takes the plain gather.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.comm import objects, tensors, trees, verify
+from lockstep.data.round import Round
+from lockstep.errors import DistributedOperationException, UsageError
+from lockstep.topology.group import Group
+
+_DOING = "gathering for metrics"
+_RECORDS = frozenset(("dict", "mapping", "named", "dataclass"))
+_SAID: set[str] = set()
+"""Kinds of complaint that this process has made: each is made once."""
+
+
+def gather(
+    group: Group,
+    data: Any,
+    now: Round | None,
+    *,
+    as_objects: bool = False,
+    announce: Callable[[str], None] | None = None,
+) -> Any:
+    """Called on: all ranks that have a batch in this round. What they computed from it, without repeated samples.
+
+    Tensors are joined along the first dimension, which may count several rows for each sample; tensors without
+    dimensions become one value per rank. When the structure holds anything else, or with ``as_objects``:
+
+    - Mappings, dataclasses and named tuples are joined field by field; so are tuples that hold lists or tuples
+      (``(predictions, references)``) and, unless ``as_objects``, lists and tuples that hold tensors.
+    - Any other list, tuple or iterable holds the samples' objects: these follow each other in one list.
+    - Anything else (a number, a string) becomes a list of one value per rank.
+
+    Args:
+        group: The job.
+        data: What this rank computed.
+        now: The round that is being worked on; without one nothing is dropped.
+        as_objects: Take tensors in a list for objects of single samples.
+        announce: Called, on one rank, with what could not be dropped, in place of a warning in the log; in debug mode
+            it is an error on all.
+    """
+    if group.world_size == 1:
+        return data
+    plain = now is None or now.complete
+    if plain and isinstance(data, Tensor) and not as_objects:
+        return tensors.gather(group, data)
+    leaves, signature = trees.flatten(data)
+    # What is remembered under a signature has been found to be tensors only. Nothing at all may be a list of objects
+    # that is empty here and not on other ranks.
+    tensors_only = bool(leaves) and (signature in group.memo or all(isinstance(leaf, Tensor) for leaf in leaves))
+    as_tensors = tensors_only and not as_objects
+    if plain and as_tensors:
+        return tensors.gather_flat(group, data, leaves, signature)
+    ranks, share = _take_part(group, now)
+    joiner = Joiner(share, as_objects)
+    if as_tensors:
+        parts = _leaves_of_all(group, data, leaves, signature, ranks, share)
+        result = _join_leaves(joiner, data, leaves, parts)
+    else:
+        result = joiner.join(_objects_of_all(group, data, ranks, as_objects))
+    _complain(group, joiner.complaints, ranks, announce)
+    return result
+
+
+def _take_part(group: Group, now: Round | None) -> tuple[Sequence[int], Share | None]:
+    """The ranks that have a batch, and what is in theirs."""
+    if now is None:
+        return range(group.world_size), None
+    if not now.rows[group.rank]:
+        raise UsageError(
+            f"gather_for_metrics was called on rank {group.rank}, which has no batch in this round (samples per rank: "
+            f"{now.rows}), so the others do not wait for it. Call it inside the loop over the prepared loader only."
+        )
+    ranks = [rank for rank, rows in enumerate(now.rows) if rows]
+    return ranks, Share(tuple(now.rows[rank] for rank in ranks), tuple(now.real[rank] for rank in ranks))
+
+
+def _complain(
+    group: Group, complaints: dict[str, str], ranks: Sequence[int], announce: Callable[[str], None] | None
+) -> None:
+    if complaints and group.debug:
+        raise UsageError("\n".join(complaints.values()))
+    for kind, text in complaints.items():
+        if kind not in _SAID:
+            _SAID.add(kind)
+            if group.rank == ranks[0]:  # all have the same to say, and rank 0 may be one that has no batch
+                (announce or _warn)(text)
+
+
+def _warn(text: str) -> None:
+    from lockstep.logging import get_logger  # loaded where it is used: there is seldom anything to say
+
+    get_logger(__name__).warning(text, main_process_only=False)
+
+
+# --- what travels ------------------------------------------------------------------------------------------------
+
+
+def _leaves_of_all(
+    group: Group,
+    data: Any,
+    leaves: Sequence[Tensor],
+    signature: tuple[Any, ...],
+    ranks: Sequence[int],
+    share: Share | None,
+) -> list[list[Tensor]]:
+    """Called on: these ranks. For each leaf what every one of them has."""
+    if len(ranks) < group.world_size:
+        # No collective without the ranks whose loop is over. It is the end of an epoch: pickles will do.
+        each = _exchange(group, [_Parcel(leaf) for leaf in leaves], ranks)
+        if len({len(part) for part in each}) > 1:
+            raise _differs("structures", "", [f"{len(part)} tensors" for part in each])
+        return [list(column) for column in zip(*each, strict=True)]
+    if share is not None and len(set(share.rows)) > 1:
+        return tensors.gather_ragged(group, data, leaves)
+    return tensors.gather_parts(group, data, leaves, signature)
+
+
+def _objects_of_all(group: Group, data: Any, ranks: Sequence[int], as_objects: bool) -> list[Any]:
+    """Called on: these ranks. What every one of them has."""
+    if form_of(data, as_objects) == "value":
+        raise TypeError(
+            f"gather_for_metrics joins tensors and lists with one object for each sample; it got a "
+            f"{type(data).__name__}. Put it into a list: gather_for_metrics([value])."
+        )
+    if len(ranks) == group.world_size and group.debug:
+        verify.check(group, "gather_object")
+    return _exchange(group, _pack(data, as_objects), ranks)
+
+
+def _exchange(group: Group, value: Any, ranks: Sequence[int]) -> list[Any]:
+    if len(ranks) == group.world_size:
+        each = objects.all_objects(group, value, _DOING)
+    else:
+        each = objects.objects_among(group, ranks, value, _DOING)
+    return [trees.map_leaves(lambda leaf: _unpack(leaf, group.device), part) for part in each]
+
+
+class _Parcel:
+    """A tensor among objects. Pickled as it is, it would take its whole storage along, and its sender's device."""
+
+    __slots__ = ("data", "dtype", "on_host", "shape")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.on_host = tensor.device.type == "cpu"
+        self.dtype = tensor.dtype
+        self.shape = tuple(tensor.shape)
+        dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+        flat = dense.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+        self.data = flat.view(torch.uint8).numpy().tobytes()
+
+    def open(self, device: torch.device) -> Tensor:
+        """The tensor: in host memory if it was there, else on this rank's device."""
+        if not self.data:
+            tensor = torch.empty(self.shape, dtype=self.dtype)
+        else:
+            tensor = torch.frombuffer(bytearray(self.data), dtype=self.dtype).view(self.shape)
+        return tensor if self.on_host else tensor.to(device)
+
+
+def _pack(value: Any, as_objects: bool) -> Any:
+    """The structure with tensors as parcels, and what can only be iterated as lists."""
+    form = form_of(value, as_objects)
+    if form == "record":
+        kind = trees.kind_of(value)
+        keys, values = trees.parts(value, kind)
+        return trees.rebuild(value, kind, keys, [_pack(item, as_objects) for item in values])
+    if form == "samples":
+        if trees.kind_of(value) == "leaf":
+            return _pack(list(value), as_objects)
+        return [trees.map_tensors(_Parcel, item) for item in value]
+    return _Parcel(value) if form == "tensor" else value
+
+
+def _unpack(leaf: Any, device: torch.device) -> Any:
+    return leaf.open(device) if isinstance(leaf, _Parcel) else leaf
+
+
+# --- joining -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What is in the batches of the ranks that take part, one number for each of them."""
+
+    rows: tuple[int, ...]
+    """Samples in the batch; at least 1."""
+    real: tuple[int, ...]
+    """How many of them are no repeats; they come first."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether the mean over the ranks that have real samples is the mean over these samples."""
+        counted = [(rows, real) for rows, real in zip(self.rows, self.real, strict=True) if real]
+        return len(set(counted)) == 1 and counted[0][0] == counted[0][1]
+
+    def kept(self, counts: Sequence[int]) -> tuple[int, ...] | None:
+        """How many of the ``counts`` items of each rank are of real samples; None when that cannot be told.
+
+        It can be told when there are equally many items for each sample, on all ranks.
+        """
+        if self.real == self.rows:
+            return tuple(counts)
+        per_sample = {divmod(count, rows) for count, rows in zip(counts, self.rows, strict=True)}
+        multiple, rest = per_sample.pop()
+        if per_sample or rest:
+            return None
+        return tuple(multiple * real for real in self.real)
+
+
+def form_of(value: Any, as_objects: bool = False) -> str:
+    """tensor, record (joined field by field), samples (one object each, or a fixed number) or value.
+
+    Only types decide, so that a structure is treated alike in every round, whatever its lengths there.
+    """
+    kind = trees.kind_of(value)
+    if kind == "tensor":
+        return "tensor"
+    if kind in _RECORDS:
+        return "record"
+    if kind in ("list", "tuple"):
+        kinds = {trees.kind_of(item) for item in value}
+        columns = kind == "tuple" and not kinds.isdisjoint(("list", "tuple"))
+        return "record" if columns or ("tensor" in kinds and not as_objects) else "samples"
+    iterable = isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray))
+    # An array without dimensions says that it can be iterated, and cannot.
+    return "samples" if iterable and getattr(value, "ndim", None) != 0 else "value"
+
+
+class Joiner:
+    """Makes one structure of the ranks' structures, in rank order, and notes what it could not do right."""
+
+    def __init__(self, share: Share | None, as_objects: bool = False) -> None:
+        self._share = share
+        self._as_objects = as_objects
+        self.complaints: dict[str, str] = {}
+        """Kind of complaint -> the first one of it. The same on all ranks, as all join the same."""
+
+    def join(self, parts: Sequence[Any], path: str = "") -> Any:
+        """The ranks' structures as one."""
+        # An empty list shows nothing of what the others hold.
+        telling = [part for part in parts if not (isinstance(part, (list, tuple)) and not part)] or parts
+        forms = [form_of(part, self._as_objects) for part in telling]
+        if len(set(forms)) > 1:
+            raise _differs("types", path, [type(part).__name__ for part in parts])
+        if forms[0] == "tensor":
+            return self.tensor(parts, all(part.ndim == 0 for part in parts), path)
+        if forms[0] == "record":
+            return self._record(parts, path)
+        if forms[0] == "samples":
+            kept = self._kept([len(part) for part in parts], "objects", path)
+            return [item for part, count in zip(parts, kept, strict=True) for item in part[:count]]
+        average = isinstance(parts[0], numbers.Number) and not isinstance(parts[0], bool)
+        kept = self._kept_values(len(parts), average, path)
+        return [part for part, count in zip(parts, kept, strict=True) if count]
+
+    def tensor(self, parts: Sequence[Tensor], scalar: bool, path: str = "") -> Tensor:
+        """The ranks' tensors as one; with ``scalar`` they had no dimensions, and are one value per rank."""
+        if scalar:
+            kept = self._kept_values(len(parts), True, path)
+            return torch.cat([part.reshape(1)[:count] for part, count in zip(parts, kept, strict=True)])
+        if len({(part.dtype, part.ndim, part.shape[1:]) for part in parts}) > 1:
+            raise _differs("shapes or dtypes", path, [f"{list(part.shape)} {part.dtype}" for part in parts])
+        kept = self._kept([len(part) for part in parts], "rows", path)
+        return torch.cat([part[:count] for part, count in zip(parts, kept, strict=True)])
+
+    def _record(self, parts: Sequence[Any], path: str) -> Any:
+        first = parts[0]
+        kind = trees.kind_of(first)
+        keys, _ = trees.parts(first, kind)
+        fields = []
+        for part in parts:
+            if trees.kind_of(part) != kind or not _same_keys(keys, trees.parts(part, kind)[0]):
+                raise _differs("fields", path, [_fields_of(part) for part in parts])
+            # By key, as ranks may have filled their mappings in different orders.
+            fields.append([part[key] for key in keys] if kind in ("dict", "mapping") else trees.parts(part, kind)[1])
+        steps = [f".{key}" if kind == "dataclass" else f"[{key!r}]" for key in _each_key(keys)]
+        columns = zip(*fields, strict=True)
+        joined = [self.join(column, path + step) for step, column in zip(steps, columns, strict=True)]
+        return trees.rebuild(first, kind, keys, joined)
+
+    def _kept(self, counts: Sequence[int], what: str, path: str) -> Sequence[int]:
+        kept = counts if self._share is None else self._share.kept(counts)
+        if kept is not None:
+            return kept
+        assert self._share is not None
+        repeats = sum(self._share.rows) - sum(self._share.real)
+        self.complaints.setdefault(
+            "rows",
+            f"gather_for_metrics got {list(counts)} {what}{_at(path)} from ranks whose batches have "
+            f"{list(self._share.rows)} samples. Which belong to which sample cannot be told, so those of the {repeats} "
+            f"repeated samples were not dropped. Pass {what} per sample: as many for each, on all ranks. For what is "
+            "not per sample, use gather.",
+        )
+        return counts
+
+    def _kept_values(self, ranks: int, average: bool, path: str) -> Sequence[int]:
+        """For each rank whether its one value is kept."""
+        if self._share is None:
+            return [1] * ranks
+        if average and not self._share.averages:
+            self.complaints.setdefault(
+                "value",
+                f"gather_for_metrics got one value per rank{_at(path)}, but the ranks' values do not count the same: "
+                f"they come from {list(self._share.rows)} samples, of which {list(self._share.real)} are no repeats. "
+                "Their mean is not the mean over the samples. Pass one value per sample, as from "
+                'F.cross_entropy(..., reduction="none"), or weight each rank\'s value by its real samples.',
+            )
+        return [int(real > 0) for real in self._share.real]
+
+
+def _join_leaves(joiner: Joiner, data: Any, leaves: Sequence[Tensor], parts: list[list[Tensor]]) -> Any:
+    """A structure like ``data``, each leaf from the parts that the ranks have of it."""
+    joined = []
+    for (path, leaf), column in zip(trees.walk_paths(data), parts, strict=True):
+        joined.append(joiner.tensor(column, leaf.ndim == 0, path).to(leaf.device))
+    return trees.unflatten(data, iter(joined))
+
+
+def _each_key(keys: Any) -> Iterable[Any]:
+    return range(keys) if isinstance(keys, int) else keys
+
+
+def _same_keys(mine: Any, other: Any) -> bool:
+    if isinstance(mine, int) or isinstance(other, int):
+        return bool(mine == other)
+    return set(mine) == set(other)
+
+
+def _fields_of(part: Any) -> str:
+    kind = trees.kind_of(part)
+    if kind in ("tensor", "leaf"):
+        return type(part).__name__
+    keys, _ = trees.parts(part, kind)
+    return f"{type(part).__name__} of {keys if isinstance(keys, int) else list(keys)}"
+
+
+def _at(path: str) -> str:
+    return f" at {path}" if path else ""
+
+
+def _differs(what: str, path: str, seen: Sequence[str]) -> DistributedOperationException:
+    return DistributedOperationException(
+        f"gather_for_metrics got different {what}{_at(path)} from the ranks that have a batch, in rank order: "
+        f"{'; '.join(seen)}. Only the first dimension, or the length of a list, may differ."
+    )

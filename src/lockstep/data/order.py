@@ -1,0 +1,136 @@
+"""The order of an epoch, read from any place in it.
+
+Torch's own samplers are asked for their whole order at once, as one tensor, so that a place far into an epoch costs no
+more than its start. Any other sampler is walked: indices are passed over, the samples they stand for are never read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from lockstep.data.sampler import SeedableRandomSampler
+
+
+class Order(Protocol):
+    """An epoch's indices from a place on."""
+
+    def read(self, size: int, begin: int, count: int) -> tuple[int, list[Any]]:
+        """Go on by ``size``: how many indices there were, and ``count`` of them from ``begin`` on.
+
+        When there were fewer, the epoch is over, and what was left comes whole.
+        """
+
+    def head(self, count: int) -> list[Any]:
+        """The first indices of the epoch; fewer when it has not so many."""
+
+    def close(self) -> None:
+        """The epoch has been read to its end."""
+
+
+class Listed:
+    """An order that is known from one end to the other."""
+
+    def __init__(self, indices: Tensor | Sequence[int], place: int, sampler: RandomSampler | None = None) -> None:
+        self._indices = indices
+        self._place = place
+        self._sampler = sampler
+
+    def read(self, size: int, begin: int, count: int) -> tuple[int, list[Any]]:
+        """Go on by ``size``."""
+        place = self._place
+        left = len(self._indices) - place
+        if left < size:
+            self._place = len(self._indices)
+            return max(left, 0), self._slice(place, place + size)
+        self._place = place + size
+        return size, self._slice(place + begin, place + begin + count)
+
+    def head(self, count: int) -> list[Any]:
+        """The first indices."""
+        return self._slice(0, count)
+
+    def close(self) -> None:
+        """Leave the sampler as if it had been iterated."""
+        sampler = self._sampler
+        if isinstance(sampler, SeedableRandomSampler):
+            sampler.epoch += 1
+        elif sampler is not None and sampler.generator is not None:
+            # Torch draws once more for the part that is left over when more samples are asked for than there are.
+            _shuffled(len(self._indices), sampler.generator)
+
+    def _slice(self, begin: int, end: int) -> list[Any]:
+        part = self._indices[begin:end]
+        return part.tolist() if isinstance(part, Tensor) else list(part)
+
+
+class Walked:
+    """An order that only its sampler knows."""
+
+    def __init__(self, indices: Iterable[Any], place: int, keep: int) -> None:
+        self._rest: Iterator[Any] = iter(indices)
+        self._head = list(itertools.islice(self._rest, keep))
+        """Kept from the start: what a short last round is filled with."""
+        if place <= len(self._head):
+            self._rest = itertools.chain(self._head[place:], self._rest)
+        else:
+            next(itertools.islice(self._rest, place - len(self._head), place - len(self._head)), None)
+
+    def read(self, size: int, begin: int, count: int) -> tuple[int, list[Any]]:
+        """Go on by ``size``."""
+        found = list(itertools.islice(self._rest, size))
+        return len(found), found if len(found) < size else found[begin : begin + count]
+
+    def head(self, count: int) -> list[Any]:
+        """The first indices."""
+        return self._head[:count]
+
+    def close(self) -> None:
+        """Nothing: the sampler has seen its end itself."""
+
+
+def open_order(sampler: Any, place: int, keep: int, state: Tensor | None) -> tuple[Order, Tensor | None]:
+    """The order of a sampler's next epoch from ``place`` on, and the state of the generator that it comes from.
+
+    ``state`` is that of an earlier epoch to be read once more; ``keep`` is how much of the head may be asked for.
+    """
+    kind = type(sampler)
+    if kind is SequentialSampler:
+        return Listed(range(len(sampler)), place), None
+    if kind in (RandomSampler, SeedableRandomSampler) and not sampler.replacement:
+        count = len(sampler.data_source)
+        if sampler.num_samples == count:
+            generator = _generator(sampler, state)
+            state = generator.get_state()
+            return Listed(_shuffled(count, generator), place, sampler), state
+    own = getattr(sampler, "generator", None)
+    if isinstance(own, torch.Generator):
+        if state is not None:
+            own.set_state(state)
+        state = own.get_state()
+    return Walked(sampler, place, keep), state
+
+
+def _shuffled(count: int, generator: torch.Generator) -> Tensor:
+    """Torch's permutation; in half the memory the same numbers are drawn in half the time."""
+    return torch.randperm(count, generator=generator, dtype=torch.int32 if count < 2**31 else torch.int64)
+
+
+def _generator(sampler: RandomSampler, state: Tensor | None) -> torch.Generator:
+    """What a random sampler draws from in the epoch that begins; the global generator is used as torch would."""
+    generator: torch.Generator | None = sampler.generator
+    if generator is None:
+        generator = torch.Generator()
+        if state is None:
+            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    elif isinstance(sampler, SeedableRandomSampler):
+        generator.manual_seed(sampler.seed + sampler.epoch)
+        return generator
+    if state is not None:
+        generator.set_state(state)
+    return generator

@@ -1,0 +1,134 @@
+"""Metrics are exactly the data set once, in the order of an unprepared loader: all small cases, on real ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lockstep import Accelerator, DataLoaderConfiguration
+from lockstep.testing import run_ranks
+
+
+class Map(Dataset[Tensor]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, place: int) -> Tensor:
+        return torch.tensor(place)
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor(place) for place in range(self.count))
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self.count
+
+
+DATA: dict[str, Any] = {"map": Map, "stream": Stream, "sized": SizedStream}
+Case = tuple[str, int, int]
+
+
+def exact(options: dict[str, Any]) -> tuple[int, list[Any]]:
+    """How many cases were tried, and those whose metrics were wrong."""
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
+    wrong, tried = [], 0
+    for kind, count, batch_size in itertools.product(DATA, range(1, 18), range(1, 5)):
+        plain = DataLoader(DATA[kind](count), batch_size=batch_size)
+        if options.get("split_batches") and batch_size % accelerator.num_processes:
+            try:
+                accelerator.prepare(plain)
+            except ValueError:
+                continue
+            wrong.append((kind, count, batch_size, "was not refused"))
+            continue
+        loader = accelerator.prepare(plain)
+        found: list[int] = []
+        for batch in loader:
+            found += accelerator.gather_for_metrics(batch).tolist()
+        tried += 1
+        if found != list(range(count)):
+            wrong.append((kind, count, batch_size, found))
+        accelerator.free_memory()
+    return tried, wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dispatch", [False, True], ids=["each reads", "dispatched"])
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_metrics_are_exact(world_size: int, dispatch: bool, split: bool) -> None:
+    sizes = [size for size in range(1, 5) if not split or size % world_size == 0]
+    for tried, wrong in run_ranks(exact, world_size, {"dispatch_batches": dispatch, "split_batches": split}):
+        assert wrong == []
+        assert tried == 3 * 17 * len(sizes)
+
+
+def test_metrics_are_exact_on_one_process() -> None:
+    assert run_ranks(exact, 1, {}) == [(3 * 17 * 4, [])]
+
+
+@dataclass
+class Batch:
+    numbers: Tensor
+    names: list[str]
+
+
+class Named(Dataset[Any]):
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, place: int) -> Any:
+        return place, f"sample {place}"
+
+
+def collate(items: list[Any]) -> Batch:
+    return Batch(torch.tensor([item[0] for item in items]), [item[1] for item in items])
+
+
+def structures(options: dict[str, Any]) -> dict[str, Any]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
+    loader = accelerator.prepare(DataLoader(Named(), batch_size=2, collate_fn=collate))
+    found: dict[str, Any] = {"tensor": [], "nested": [], "objects": [], "dict": {"names": [], "twice": []}, "types": []}
+    for batch in loader:
+        found["types"].append(type(batch).__name__)
+        numbers = batch.numbers
+        found["tensor"] += accelerator.gather_for_metrics(numbers).tolist()
+        nested = accelerator.gather_for_metrics({"a": numbers, "b": (numbers * 2, [numbers.float().unsqueeze(1)])})
+        found["nested"] += list(
+            zip(nested["a"].tolist(), nested["b"][0].tolist(), nested["b"][1][0].flatten().tolist(), strict=True)
+        )
+        found["objects"] += accelerator.gather_for_metrics(batch.names)
+        answer = accelerator.gather_for_metrics({"names": batch.names, "twice": [name * 2 for name in batch.names]})
+        for key, value in answer.items():
+            found["dict"][key] += value
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}, {"even_batches": False}], ids=str)
+def test_structures_are_exact(options: dict[str, Any]) -> None:
+    world_size = 2
+    names = [f"sample {place}" for place in range(7)]
+    for rank, found in enumerate(run_ranks(structures, world_size, options)):
+        assert set(found["types"]) == {"Batch"}
+        if options.get("even_batches") is False and rank == 1:
+            # The last round was rank 0's alone: ranks 1 had no batch in it, and did not wait.
+            continue
+        assert found["tensor"] == list(range(7))
+        assert found["nested"] == [(place, 2 * place, float(place)) for place in range(7)]
+        assert found["objects"] == names
+        assert found["dict"] == {"names": names, "twice": [name * 2 for name in names]}

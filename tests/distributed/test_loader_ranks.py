@@ -1,0 +1,232 @@
+"""Prepared loaders on real ranks: the audit, resuming on another number of ranks, states of streams, uneven ends."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, random_split
+
+from lockstep import Accelerator, DataLoaderConfiguration
+from lockstep.testing import run_ranks
+
+
+class Numbers(Dataset[Tensor]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, place: int) -> Tensor:
+        return torch.tensor(place)
+
+
+class Remembering(IterableDataset[Tensor]):
+    """A stream that can say where it is, and go there without reading what comes before."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.place = 0
+        self.read: list[int] = []
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.place < self.count:
+            self.place += 1
+            self.read.append(self.place - 1)
+            yield torch.tensor(self.place - 1)
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@contextlib.contextmanager
+def notices() -> Iterator[io.StringIO]:
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    logger = logging.getLogger("lockstep")
+    logger.addHandler(handler)
+    try:
+        yield text
+    finally:
+        logger.removeHandler(handler)
+
+
+# --- the audit ---------------------------------------------------------------------------------------------------
+
+
+def audited(case: str) -> str:
+    accelerator = Accelerator()
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    data: Any = Numbers(20)
+    options: dict[str, Any] = {"shuffle": True}
+    if case == "presharded":
+        options = {"sampler": DistributedSampler(data, world_size, rank)}
+    if case in ("own split", "same split"):
+        seed = rank if case == "own split" else 0
+        data, _ = random_split(data, [12, 8], generator=torch.Generator().manual_seed(seed))
+    if case == "own share":
+        data = torch.utils.data.Subset(data, range(rank, 20, world_size))
+    if case == "padded":
+        data = Numbers(19)
+    loader = accelerator.prepare(DataLoader(data, batch_size=2, **options))
+    with notices() as text:
+        for _ in range(2):
+            for _batch in loader:
+                pass
+    return text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("fine", ""),
+        ("same split", ""),
+        ("padded", "1 samples were repeated"),
+        ("presharded", "10 of 20 samples were never seen"),
+        ("own split", "The data set differs between ranks (other samples on each rank)"),
+        ("own share", "The data set differs between ranks (other samples on each rank)"),
+    ],
+)
+def test_the_audit_says_what_is_wrong_once_and_on_the_main_process(case: str, words: str) -> None:
+    main, *others = run_ranks(audited, 2, case)
+    assert others == [""]
+    assert main.count("end of the first epoch") == (1 if words else 0), main
+    assert words in main
+
+
+# --- going on ----------------------------------------------------------------------------------------------------
+
+
+def some(options: dict[str, Any], kind: str, state: dict[str, Any] | None, rounds: int | None) -> dict[str, Any]:
+    torch.manual_seed(40 + int(Accelerator().process_index))
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options), gradient_accumulation_steps=3)
+    data: Any = Numbers(23) if kind == "map" else Remembering(23)
+    loader = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=kind == "map"))
+    if state is not None:
+        loader.load_state_dict(state)
+    model = nn.Linear(1, 1)
+    seen: list[int] = []
+    saved = None
+    for number, batch in enumerate(loader):
+        with accelerator.accumulate(model):  # the state is taken in the middle of a window
+            seen += accelerator.gather_for_metrics(batch).tolist()
+            saved = loader.state_dict()
+        if number + 1 == rounds:
+            break
+    after = [item for batch in loader for item in accelerator.gather_for_metrics(batch).tolist()] if not rounds else []
+    return {"seen": seen, "state": saved, "after": after, "read": getattr(data, "read", [])}
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"use_seedable_sampler": True, "data_seed": 4},
+    {"dispatch_batches": True},
+    {"use_stateful_dataloader": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_saved_on_two_ranks_it_goes_on_on_one_three_and_four(options: dict[str, Any]) -> None:
+    first = run_ranks(some, 2, options, "map", None, 2)
+    assert first[0]["seen"] == first[1]["seen"]
+    afters = []
+    for world_size in (1, 3, 4, 2):
+        second = run_ranks(some, world_size, options, "map", first[0]["state"], 1)
+        third = run_ranks(some, 2, options, "map", second[0]["state"], None)
+        for result in third:
+            together = first[0]["seen"] + second[0]["seen"] + result["seen"]
+            assert sorted(together) == list(range(23)), (world_size, options)
+            assert sorted(result["after"]) == list(range(23))
+            assert result["after"] != together
+        afters.append(third[0]["after"])
+    assert all(after == afters[0] for after in afters), "the next epoch is not the next permutation"
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_streams_go_on(dispatch: bool, stateful: bool) -> None:
+    options = {"dispatch_batches": dispatch, "use_stateful_dataloader": stateful}
+    first = run_ranks(some, 2, options, "stream", None, 3)
+    assert first[0]["seen"] == list(range(12))
+    for world_size in (2, 1, 3):
+        rest = run_ranks(some, world_size, options, "stream", first[0]["state"], None)
+        assert rest[0]["seen"] == list(range(12, 23)), (world_size, options)
+        assert rest[0]["after"] == list(range(23))
+        if stateful and world_size == 2:
+            assert rest[0]["read"][0] == 12, "the stream was read again from its start"
+
+
+def skipping(options: dict[str, Any]) -> list[list[int]]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
+    loader = accelerator.prepare(DataLoader(Numbers(23), batch_size=2))
+    found = []
+    for one in (accelerator.skip_first_batches(loader, 2), loader):
+        found.append([item for batch in one for item in accelerator.gather_for_metrics(batch).tolist()])
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}, {"split_batches": True}], ids=str)
+def test_skipping_on_ranks(options: dict[str, Any]) -> None:
+    begin = 4 if options.get("split_batches") else 8
+    for found in run_ranks(skipping, 2, options):
+        assert found == [list(range(begin, 23)), list(range(23))]
+
+
+# --- uneven ends -------------------------------------------------------------------------------------------------
+
+
+def uneven(count: int, dispatch: bool) -> list[Any]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False, dispatch_batches=dispatch))
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(Numbers(count), batch_size=2)
+    )
+    seen: list[int] = []
+    with accelerator.join_uneven_inputs([model]):
+        for batch in loader:
+            accelerator.backward(model(batch.float().unsqueeze(1)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += accelerator.gather_for_metrics(batch).tolist()
+    weight = accelerator.gather(accelerator.unwrap_model(model).weight.detach().reshape(1))
+    return [seen, weight.tolist()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_uneven_ends_leave_nobody_waiting(world_size: int, dispatch: bool) -> None:
+    for count in (1, 7, 9):
+        results = run_ranks(uneven, world_size, count, dispatch, timeout=60)
+        assert results[0][0] == list(range(count))
+        for seen, weights in results:
+            assert seen == list(range(len(seen)))
+            assert len(set(weights)) == 1
+
+
+def overridden() -> list[list[int]]:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(Numbers(5), batch_size=2))
+    model = accelerator.prepare(nn.Linear(1, 1))
+    counts = [[sum(1 for _ in loader), len(loader)]]
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        counts.append([sum(1 for _ in loader), len(loader)])
+    counts.append([sum(1 for _ in loader), len(loader)])
+    return counts
+
+
+def test_even_batches_can_be_overridden_for_a_while() -> None:
+    results = run_ranks(overridden, 2, timeout=60)
+    assert results[0] == [[2, 2], [2, 2], [2, 2]]
+    assert results[1] == [[2, 2], [1, 1], [2, 2]]
