@@ -83,7 +83,7 @@ def test_split_batches_given_to_the_constructor_is_honoured(runs: Runs) -> None:
 
 
 def test_what_rank_0_reads_for_all_goes_to_the_same_ranks(runs: Runs) -> None:
-    # Whole rounds only: what is left over at the end, Accelerate cuts into smaller batches, and we fill up as elsewhere.
+    # Whole rounds only: what is left over at the end, Accelerate cuts into smaller batches; we fill up as elsewhere.
     assert differences(runs, "dispatch/map/", without=("remainder", "length", "total_batch_size")) == []
 
 

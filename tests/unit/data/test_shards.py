@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lockstep.data.shards import check_split
 from lockstep.errors import ConfigError, DataError
 
-from .ranks import KINDS, Bags, Numbers, OddBatches, Stream, gathered, make, prepare, ranks_of, values
+from .ranks import KINDS, Bags, Numbers, OddBatches, Stream, gathered, make, prepare, ranks_of, real, values
 
 counts = st.integers(0, 30)
 sizes = st.integers(1, 5)
@@ -136,6 +136,41 @@ def test_streams_with_workers(workers: int) -> None:
     )
     loaders = [prepare(DataLoader(Stream(count), batch_size=size, num_workers=workers), rank, 2) for rank in range(2)]
     assert sorted(gathered(loaders)) == plain
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    stream=st.booleans(),
+    count=st.integers(1, 17),
+    batch_size=st.integers(1, 4),
+    world_size=st.integers(1, 3),
+    workers=st.integers(1, 3),
+    even=st.booleans(),
+    stop=st.integers(0, 3),
+)
+def test_workers_lose_and_repeat_nothing_and_can_be_gone_on_from(
+    stream: bool, count: int, batch_size: int, world_size: int, workers: int, even: bool, stop: int
+) -> None:
+    def loaders(ranks: int) -> list[Any]:
+        data: Any = Stream(count) if stream else Numbers(count)
+        plain = [DataLoader(data, batch_size=batch_size, num_workers=workers) for _ in range(ranks)]
+        return [prepare(one, rank, ranks, even_batches=even) for rank, one in enumerate(plain)]
+
+    expected = sorted([*range(count)] * (workers if stream else 1))
+    assert sorted(gathered(loaders(world_size))) == expected
+    part: list[int] = []
+    states = []
+    for rank, loader in enumerate(loaders(world_size)):
+        states.append(loader.state_dict())
+        for number, batch in enumerate(loader):
+            if number == stop:
+                break
+            part += real(loader, batch, rank)
+            states[-1] = loader.state_dict()
+    again = loaders(2)
+    for loader in again:
+        loader.load_state_dict(states[0])
+    assert sorted(part + gathered(again)) == expected
 
 
 def test_persistent_workers_give_the_same_twice() -> None:
