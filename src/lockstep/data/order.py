@@ -16,15 +16,18 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from lockstep.data.sampler import SeedableRandomSampler
 
+_AT_ONCE = 4096
+"""Indices that are taken out of a tensor together: one call for many batches costs far less than one for each."""
+
 
 class Order(Protocol):
     """An epoch's indices from a place on."""
 
-    def read(self, size: int, begin: int, count: int) -> tuple[int, list[Any]]:
-        """Go on by ``size``: how many indices there were, and ``count`` of them from ``begin`` on.
+    def rounds(self, size: int, begin: int, count: int) -> Iterator[list[Any]]:
+        """Of each full round of ``size`` indices, the ``count`` from ``begin`` on."""
 
-        When there were fewer, the epoch is over, and what was left comes whole.
-        """
+    def rest(self) -> list[Any]:
+        """What was left when there was no full round any more."""
 
     def head(self, count: int) -> list[Any]:
         """The first indices of the epoch; fewer when it has not so many."""
@@ -38,18 +41,26 @@ class Listed:
 
     def __init__(self, indices: Tensor | Sequence[int], place: int, sampler: RandomSampler | None = None) -> None:
         self._indices = indices
-        self._place = place
+        self._place = min(place, len(indices))
         self._sampler = sampler
 
-    def read(self, size: int, begin: int, count: int) -> tuple[int, list[Any]]:
-        """Go on by ``size``."""
-        place = self._place
-        left = len(self._indices) - place
-        if left < size:
-            self._place = len(self._indices)
-            return max(left, 0), self._slice(place, place + size)
-        self._place = place + size
-        return size, self._slice(place + begin, place + begin + count)
+    def rounds(self, size: int, begin: int, count: int) -> Iterator[list[Any]]:
+        """Of each full round, its part."""
+        indices, place = self._indices, self._place
+        number = (len(indices) - place) // size
+        self._place = place + number * size
+        if not isinstance(indices, Tensor):
+            for start in range(place + begin, self._place, size):
+                yield list(indices[start : start + count])
+            return
+        parts = indices[place : self._place].view(number, size)[:, begin : begin + count]
+        step = max(1, _AT_ONCE // count)
+        for first in range(0, number, step):
+            yield from parts[first : first + step].tolist()
+
+    def rest(self) -> list[Any]:
+        """What was left."""
+        return self._slice(self._place, len(self._indices))
 
     def head(self, count: int) -> list[Any]:
         """The first indices."""
@@ -76,15 +87,24 @@ class Walked:
         self._rest: Iterator[Any] = iter(indices)
         self._head = list(itertools.islice(self._rest, keep))
         """Kept from the start: what a short last round is filled with."""
+        self._left: list[Any] = []
         if place <= len(self._head):
             self._rest = itertools.chain(self._head[place:], self._rest)
         else:
             next(itertools.islice(self._rest, place - len(self._head), place - len(self._head)), None)
 
-    def read(self, size: int, begin: int, count: int) -> tuple[int, list[Any]]:
-        """Go on by ``size``."""
-        found = list(itertools.islice(self._rest, size))
-        return len(found), found if len(found) < size else found[begin : begin + count]
+    def rounds(self, size: int, begin: int, count: int) -> Iterator[list[Any]]:
+        """Of each full round, its part."""
+        rest, end = self._rest, begin + count
+        found = list(itertools.islice(rest, size))
+        while len(found) == size:
+            yield found if count == size else found[begin:end]
+            found = list(itertools.islice(rest, size))
+        self._left = found
+
+    def rest(self) -> list[Any]:
+        """What was left."""
+        return self._left
 
     def head(self, count: int) -> list[Any]:
         """The first indices."""

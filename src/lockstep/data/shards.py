@@ -170,8 +170,7 @@ class ShardedBatchSampler(Shard, BatchSampler):
         order, self.began = open_order(self.sampler, place, size if deal.fills else 0, again)
         begin, count = (0, size) if deal.everyone else (deal.rank * share, share)
         full = (share,) * deal.world_size
-        found, items = order.read(size, begin, count)
-        while found == size:
+        for items in order.rounds(size, begin, count):
             if deal.everyone:
                 for part, indices in deal.slices(Round(place, full, full), items, share):
                     note(part)
@@ -180,11 +179,12 @@ class ShardedBatchSampler(Shard, BatchSampler):
                 note(Round(place, full, full, items))
                 yield items
             place += size
-            found, items = order.read(size, begin, count)
-        if found and not self.drop_last:
+        left = order.rest()
+        if left and not self.drop_last:
+            round_ = deal.tail(place, share, len(left))
             if deal.fills:
-                items += itertools.islice(itertools.cycle(order.head(size)), size - found)
-            for part, indices in deal.slices(deal.tail(place, share, found), items, share):
+                left += itertools.islice(itertools.cycle(order.head(size)), size - len(left))
+            for part, indices in deal.slices(round_, left, share):
                 note(part)
                 yield indices
         order.close()
@@ -377,18 +377,18 @@ class ShardedIterable(Shard, IterableDataset[Any]):
         deal, share, size = self.deal, self.share, self.size
         full = (share,) * deal.world_size
         order = Walked(self.inner, 0 if resumed else place, size if deal.fills else 0)
-        found, items = order.read(size, 0, size)
-        while found == size or (found and not self.drop_last):
-            if found == size:
-                round_ = Round(place, full, full, worker=worker)
-            else:
-                round_ = replace(deal.tail(place, share, found), worker=worker)
-                if deal.fills:
-                    items += itertools.islice(itertools.cycle(order.head(size)), size - found)
+        for items in order.rounds(size, 0, size):
+            round_ = Round(place, full, full, worker=worker)
             for self.latest, places in deal.slices(round_, range(place, place + size), share):
                 yield from items[places.start - place : places.stop - place]
-            place += found
-            found, items = order.read(size, 0, size) if found == size else (0, [])
+            place += size
+        left = order.rest()
+        if left and not self.drop_last:
+            round_ = replace(deal.tail(place, share, len(left)), worker=worker)
+            if deal.fills:
+                left += itertools.islice(itertools.cycle(order.head(size)), size - len(left))
+            for self.latest, places in deal.slices(round_, range(place, place + size), share):
+                yield from left[places.start - place : places.stop - place]
 
     def __len__(self) -> int:
         return self.batches() * (self.size if self.deal.everyone else self.share)
