@@ -276,13 +276,15 @@ def measure_imports(only: Sequence[str], repeats: int) -> list[ImportCost]:
     cpu: dict[str, list[float]] = {name: [] for name in names}
     inside: dict[str, list[float]] = {name: [] for name in names}
     shuffle = random.Random(0).shuffle
+    # Everybody is measured compiled, as an installed package is, also where this shell forbids to keep bytecode.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     for repeat in range(-1, repeats):  # the first round fills the caches
         shuffle(names)
         for name in names:
             used = children_cpu()
             begin = clock()
             answer = subprocess.run(
-                [sys.executable, "-c", statements[name]], check=True, capture_output=True, text=True
+                [sys.executable, "-c", statements[name]], check=True, capture_output=True, text=True, env=environment
             )
             spent = clock() - begin
             if repeat >= 0:

@@ -29,11 +29,10 @@ from lockstep.config.handlers import (
     TorchDynamoPlugin,
 )
 from lockstep.config.settings import read_settings
-from lockstep.data import metrics
 from lockstep.data.loader import PreparedDataLoader
 from lockstep.data.prepare import prepare_loader, skip_first_batches
 from lockstep.errors import UsageError
-from lockstep.optim import clip, effective, horizon, run_file
+from lockstep.optim import clip, horizon
 from lockstep.optim.accumulation import Accumulation, silenced
 from lockstep.optim.guard import refuse_strangers
 from lockstep.optim.optimizer import PreparedOptimizer
@@ -49,6 +48,7 @@ from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:
     from lockstep.comm.agree import Agreement
+    from lockstep.optim.effective import Record
 
 _numbers = itertools.count()
 _OWNER = "_lockstep_owner"
@@ -150,7 +150,7 @@ class Accelerator(ProcessView):
         self._schedulers: list[PreparedScheduler] = []
         self._dataloaders: list[PreparedDataLoader] = []
         self._number = next(_numbers)
-        self._record: effective.Record | None = None
+        self._record: Record | None = None
         """How the run is set up; None before its first update."""
         self._trigger = False
         self._guarded = False
@@ -615,6 +615,8 @@ class Accelerator(ProcessView):
         loader = self._accumulation.active_loader
         if self._record is not None or not isinstance(loader, PreparedDataLoader):
             return
+        from lockstep.optim import effective, run_file  # loaded where it is used: once
+
         self._record = effective.record_of(
             total_batch=loader.total_batch_size,
             processes=self.num_processes,
@@ -640,6 +642,10 @@ class Accelerator(ProcessView):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Called on: all ranks. The same, without the samples that were repeated to fill the last batch."""
+        if not self.use_distributed:
+            return input_data
+        from lockstep.data import metrics  # loaded where it is used: one process has nothing to gather
+
         loader = self._accumulation.active_loader
         now = loader.current if isinstance(loader, PreparedDataLoader) else None
         return metrics.gather(self._group, input_data, now, as_objects=use_gather_object)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.data import cursor, failure
-from lockstep.data.audit import Audit
-from lockstep.data.dispatch import Share, dispatch
-from lockstep.data.mover import Mover
+from lockstep.data import cursor
 from lockstep.data.round import Round, name_samples
 from lockstep.data.shards import UNKNOWN, Shard, ShardedIterable
 from lockstep.errors import DataError
 from lockstep.topology.group import Group
+
+if TYPE_CHECKING:
+    from lockstep.data.audit import Audit
+    from lockstep.data.dispatch import Share
+    from lockstep.data.mover import Mover
 
 Item = tuple[Any, Round, bool]
 """A batch, its round, and whether it is this rank's last."""
@@ -59,7 +61,11 @@ class PreparedDataLoader(DataLoader[Any]):
         self.batches_before = batches_before
         """Batches of the loader before it was prepared; None when it does not know."""
         self._total_batch_size = total_batch_size
-        self._mover = Mover(device, non_blocking) if device is not None and device.type != "cpu" else None
+        self._mover: Mover | None = None
+        if device is not None and device.type != "cpu":
+            from lockstep.data.mover import Mover  # loaded where there is somewhere to move to
+
+            self._mover = Mover(device, non_blocking)
         self.dispatched = dispatched
         """Whether rank 0 reads for all."""
         self._open_loaders = open_loaders
@@ -228,6 +234,8 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def _dispatched(self) -> Iterator[Item]:
         """What rank 0 reads for this rank."""
+        from lockstep.data.dispatch import dispatch  # loaded where it is used, as not every script does
+
         rank, ranks = self._group.rank, self._group.world_size
         read: deque[tuple[Round, Any]] = deque()
         source = self._shares(read) if rank == 0 else None
@@ -240,7 +248,7 @@ class PreparedDataLoader(DataLoader[Any]):
             except StopIteration:
                 return
             except Exception as error:
-                failure.tell(error, self._group, None)  # says nothing twice
+                self._tell(error, None)  # says nothing twice
                 raise
             if len(places) == 1:
                 places[0] = round_.end
@@ -249,6 +257,8 @@ class PreparedDataLoader(DataLoader[Any]):
             yield batch if start is None else start(batch), round_, last
 
     def _shares(self, read: deque[tuple[Round, Any]]) -> Iterator[Share]:
+        from lockstep.data.dispatch import Share
+
         for batch, part in self._read():
             read.append((part, self.snapshot))
             yield Share(batch=batch, start=part.start, rows=part.rows[0], real=part.real[0], ids=part.ids)
@@ -274,8 +284,13 @@ class PreparedDataLoader(DataLoader[Any]):
                     self.snapshot = self.inner.state_dict()  # type: ignore[attr-defined]
                 yield batch, round_
         except Exception as error:
-            failure.tell(error, self._group, shard.latest if stream else coming[0] if coming else None)
+            self._tell(error, shard.latest if stream else coming[0] if coming else None)
             raise
+
+    def _tell(self, error: Exception, round_: Round | None) -> None:
+        from lockstep.data import failure  # loaded when something has failed
+
+        failure.tell(error, self._group, round_)
 
     def _finish_audit(self) -> None:
         """Compare with the other ranks; after an uneven epoch only when all have come to the next one."""
@@ -288,6 +303,8 @@ class PreparedDataLoader(DataLoader[Any]):
         fresh = not (self._epoch.audited or self.shard.skip or any(self.places or ()))
         if self._group.world_size == 1 or not fresh or isinstance(self.shard, ShardedIterable):
             return None
+        from lockstep.data.audit import Audit  # loaded where it is used: one process has nobody to compare with
+
         return Audit.of(self.inner)
 
     def _close(self) -> None:

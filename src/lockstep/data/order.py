@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,22 +20,6 @@ _AT_ONCE = 4096
 """Indices that are taken out of a tensor together: one call for many batches costs far less than one for each."""
 
 
-class Order(Protocol):
-    """An epoch's indices from a place on."""
-
-    def rounds(self, size: int, begin: int, count: int) -> Iterator[list[Any]]:
-        """Of each full round of ``size`` indices, the ``count`` from ``begin`` on."""
-
-    def rest(self) -> list[Any]:
-        """What was left when there was no full round any more."""
-
-    def head(self, count: int) -> list[Any]:
-        """The first indices of the epoch; fewer when it has not so many."""
-
-    def close(self) -> None:
-        """The epoch has been read to its end."""
-
-
 class Listed:
     """An order that is known from one end to the other."""
 
@@ -45,7 +29,7 @@ class Listed:
         self._sampler = sampler
 
     def rounds(self, size: int, begin: int, count: int) -> Iterator[list[Any]]:
-        """Of each full round, its part."""
+        """Of each full round of ``size`` indices, the ``count`` from ``begin`` on."""
         indices, place = self._indices, self._place
         number = (len(indices) - place) // size
         self._place = place + number * size
@@ -59,11 +43,11 @@ class Listed:
             yield from parts[first : first + step].tolist()
 
     def rest(self) -> list[Any]:
-        """What was left."""
+        """What was left when there was no full round any more."""
         return self._slice(self._place, len(self._indices))
 
     def head(self, count: int) -> list[Any]:
-        """The first indices."""
+        """The first indices of the epoch; fewer when it has not so many."""
         return self._slice(0, count)
 
     def close(self) -> None:
@@ -114,7 +98,7 @@ class Walked:
         """Nothing: the sampler has seen its end itself."""
 
 
-def open_order(sampler: Any, place: int, keep: int, state: Tensor | None) -> tuple[Order, Tensor | None]:
+def open_order(sampler: Any, place: int, keep: int, state: Tensor | None) -> tuple[Listed | Walked, Tensor | None]:
     """The order of a sampler's next epoch from ``place`` on, and the state of the generator that it comes from.
 
     ``state`` is that of an earlier epoch to be read once more; ``keep`` is how much of the head may be asked for.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -40,18 +40,20 @@ def check_split(batch_size: int | None, world_size: int) -> int:
     return batch_size // world_size
 
 
-@dataclass
 class Deal:
     """Who gets what of a round."""
 
-    rank: int
-    world_size: int
-    even: bool
-    """Whether all ranks get equally many batches, filled with repeats."""
-    everyone: bool = False
-    """Whether all parts of a round are taken here, one after the other: this rank reads for the others."""
-    sparing: bool = False
-    """Whether a batch that holds a sample of its own is not filled up: only ranks that would go empty get repeats."""
+    def __init__(
+        self, *, rank: int, world_size: int, even: bool, everyone: bool = False, sparing: bool = False
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.even = even
+        """Whether all ranks get equally many batches, filled with repeats."""
+        self.everyone = everyone
+        """Whether all parts of a round are taken here, one after the other: this rank reads for the others."""
+        self.sparing = sparing
+        """Whether a batch that holds a sample of its own is not filled up: only ranks that would go empty get some."""
 
     @property
     def fills(self) -> bool:
