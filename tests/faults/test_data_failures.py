@@ -37,6 +37,13 @@ class BrokenStream(IterableDataset[Tensor]):
             yield torch.full((3,), float(place))
 
 
+class Changing(IterableDataset[Tensor]):
+    """Items that change their shape in the middle of a batch."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.full((3 if place < BAD else 2,), float(place)) for place in range(64))
+
+
 def nothing_for_bad(items: list[Tensor]) -> Tensor | None:
     return None if any(item[0] == 14 for item in items) else torch.stack(items)
 
@@ -48,6 +55,8 @@ def two_shapes(items: list[Tensor]) -> Tensor:
 def make(case: str) -> DataLoader[Any]:
     if case == "workers":
         return DataLoader(Broken(), batch_size=2, num_workers=1)
+    if case == "changing":
+        return DataLoader(Changing(), batch_size=2)
     if case in ("stream", "dispatched stream"):
         return DataLoader(BrokenStream(), batch_size=2)
     if case in ("none", "shapes"):
@@ -85,9 +94,10 @@ CASES = {
     "workers": (None, 0, "OSError", "samples 12, 13", "record 13 is damaged"),
     "none": (None, 1, "DataError", "samples 14, 15", "let collate_fn always return one"),
     "shapes": (None, 1, "RuntimeError", "samples 14, 15", "stack expects each tensor to be equal size"),
-    "stream": (True, 0, "OSError", "", "record 13 is damaged"),
+    "stream": (True, 0, "OSError", "samples 12, 13, 14, 15", "record 13 is damaged"),
+    "changing": (True, 0, "RuntimeError", "samples 12, 13", "stack expects each tensor to be equal size"),
     "dispatched": (True, 0, "OSError", "sample 13", "record 13 is damaged"),
-    "dispatched stream": (None, 0, "OSError", "", "record 13 is damaged"),
+    "dispatched stream": (None, 0, "OSError", "samples 12, 13, 14, 15", "record 13 is damaged"),
 }
 
 

@@ -109,7 +109,7 @@ class Shard:
         self.coming: deque[Round] = deque()
         """The rounds of batches that were dealt, but not yet handed out."""
         self.latest: Round | None = None
-        """The round of the items that a stream is giving out."""
+        """The round of the items that a stream is giving out, or else is reading."""
         self.began: Tensor | None = None
         """The state of the order's generator when the epoch began."""
         self.began_epoch = 0
@@ -378,12 +378,14 @@ class ShardedIterable(Shard, IterableDataset[Any]):
         self._opening()
         deal, share, size = self.deal, self.share, self.size
         full = (share,) * deal.world_size
+        self.latest = Round(place, full, full, range(place, place + size), worker)  # what is being read, should it fail
         order = Walked(self.inner, 0 if resumed else place, size if deal.fills else 0)
         for items in order.rounds(size, 0, size):
             round_ = Round(place, full, full, worker=worker)
             for self.latest, places in deal.slices(round_, range(place, place + size), share):
                 yield from items[places.start - place : places.stop - place]
             place += size
+            self.latest = Round(place, full, full, range(place, place + size), worker)
         left = order.rest()
         if left and not self.drop_last:
             round_ = replace(deal.tail(place, share, len(left)), worker=worker)
