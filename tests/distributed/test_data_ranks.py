@@ -8,36 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lockstep import Accelerator, ConfigError, DataLoaderConfiguration
 from lockstep.testing import run_ranks
-
-
-class Map(Dataset[Tensor]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, place: int) -> Tensor:
-        if not 0 <= place < self.count:
-            raise IndexError
-        return torch.tensor(place)
-
-
-class Stream(IterableDataset[Tensor]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (torch.tensor(place) for place in range(self.count))
-
-
-class SizedStream(Stream):
-    def __len__(self) -> int:
-        return self.count
+from tests.datasets import Numbers, SizedStream, Stream
 
 
 class Blocks(Dataset[Tensor]):
@@ -62,8 +37,8 @@ def make(kind: str, count: int, batch_size: int | None, **options: Any) -> DataL
     if kind == "blocks":
         return DataLoader(Blocks(), batch_size=None)
     if kind == "buckets":
-        return DataLoader(Map(11), batch_sampler=Buckets())  # type: ignore[arg-type]
-    data = {"map": Map, "stream": Stream, "sized": SizedStream}[kind](count)
+        return DataLoader(Numbers(11), batch_sampler=Buckets())  # type: ignore[arg-type]
+    data = {"map": Numbers, "stream": Stream, "sized": SizedStream}[kind](count)
     return DataLoader(data, batch_size=batch_size, **options)
 
 
@@ -176,7 +151,7 @@ def test_batches_of_any_size_stay_whole() -> None:
 
 def refused(batch_size: int | None) -> str:
     try:
-        Accelerator(split_batches=True).prepare(DataLoader(Map(8), batch_size=batch_size))
+        Accelerator(split_batches=True).prepare(DataLoader(Numbers(8), batch_size=batch_size))
     except ConfigError as error:
         return str(error)
     return ""
@@ -189,7 +164,7 @@ def test_batches_that_cannot_be_split() -> None:
 
 def structures() -> tuple[list[str], list[int], list[int]]:
     accelerator = Accelerator()
-    loader = accelerator.prepare(DataLoader(Map(5), batch_size=2))
+    loader = accelerator.prepare(DataLoader(Numbers(5), batch_size=2))
     names: list[str] = []
     nested: list[int] = []
     whole: list[int] = []

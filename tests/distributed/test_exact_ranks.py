@@ -3,44 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lockstep import Accelerator, DataLoaderConfiguration
 from lockstep.testing import run_ranks
+from tests.datasets import Numbers, SizedStream, Stream
 
-
-class Map(Dataset[Tensor]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, place: int) -> Tensor:
-        return torch.tensor(place)
-
-
-class Stream(IterableDataset[Tensor]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (torch.tensor(place) for place in range(self.count))
-
-
-class SizedStream(Stream):
-    def __len__(self) -> int:
-        return self.count
-
-
-DATA: dict[str, Any] = {"map": Map, "stream": Stream, "sized": SizedStream}
+DATA: dict[str, Any] = {"map": Numbers, "stream": Stream, "sized": SizedStream}
 Case = tuple[str, int, int]
 
 

@@ -11,21 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, random_split
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, random_split
 
 from lockstep import Accelerator, DataLoaderConfiguration
 from lockstep.testing import run_ranks
-
-
-class Numbers(Dataset[Tensor]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, place: int) -> Tensor:
-        return torch.tensor(place)
+from tests.datasets import Numbers
 
 
 class Remembering(IterableDataset[Tensor]):

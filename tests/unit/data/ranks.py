@@ -8,34 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.data.loader import PreparedDataLoader
 from lockstep.data.prepare import prepare_loader
-
-
-class Numbers(Dataset[Tensor]):
-    """Its samples are their own indices; it remembers which were read."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, place: int) -> Tensor:
-        self.read.append(place)
-        return torch.tensor(place)
-
-
-class Stream(IterableDataset[Tensor]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (torch.tensor(place) for place in range(self.count))
+from tests.datasets import Numbers, Stream
 
 
 class Backwards(Sampler[int]):

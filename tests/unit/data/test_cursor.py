@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from lockstep import skip_first_batches
 from lockstep.data.loader import PreparedDataLoader
 from lockstep.errors import ConfigError, DataError, UsageError
+from tests.datasets import Numbers, Stream
 
-from .ranks import KINDS, Numbers, Stream, gathered, make, prepare, ranks_of, real, values
+from .ranks import KINDS, gathered, make, prepare, ranks_of, real, values
 
 
 def walk(loaders: list[PreparedDataLoader], rounds: int) -> tuple[list[int], list[dict[str, Any]]]:

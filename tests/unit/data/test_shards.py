@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.shards import check_split
 from lockstep.errors import ConfigError, DataError
+from tests.datasets import Numbers, Stream
 
-from .ranks import KINDS, Bags, Numbers, OddBatches, Stream, gathered, make, prepare, ranks_of, real, values
+from .ranks import KINDS, Bags, OddBatches, gathered, make, prepare, ranks_of, real, values
 
 counts = st.integers(0, 30)
 sizes = st.integers(1, 5)
