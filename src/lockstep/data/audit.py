@@ -40,6 +40,8 @@ class Report:
     """Whether the loader's order has each sample once."""
     repeated: int
     """Samples that were repeated to fill up the last batch."""
+    counted: bool = True
+    """Whether its samples could be counted: indices may be of another kind."""
 
 
 class Audit:
@@ -84,9 +86,11 @@ class Audit:
             presharded=isinstance(self._sampler, DistributedSampler),
             complete=whole and not self._drop_last and _complete(self._sampler),
             repeated=self._repeated,
+            counted=whole,
         )
         reports = objects.all_objects(group, mine, "comparing what the ranks have seen")
-        if len({report.bottom for report in reports}) > 1 or not whole:
+        # Decided by what all ranks said, never by this one alone: whoever left the sum out would leave others waiting.
+        if len({report.bottom for report in reports}) > 1 or not all(report.counted for report in reports):
             counts = None
         else:
             counts = tensors.reduce(group, torch.bincount(resolved, minlength=bottom).clamp_(max=1).int(), "sum")

@@ -26,7 +26,8 @@ def tell(error: Exception, group: Group, round_: Round | None) -> None:
         error.add_note(f"(Lockstep: rank {group.rank} was {what}.)")  # type: ignore[attr-defined]
     if group.world_size > 1 and not group.scopes:
         details = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        group.end(f"{what}: {_line(error)}", leaving=True, details=details)
+        with suppress(RuntimeError):  # the store may be gone; the user's own error is the one to show
+            group.end(f"{what}: {_line(error)}", leaving=True, details=details)
 
 
 def _line(error: Exception) -> str:
