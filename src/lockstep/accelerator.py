@@ -30,6 +30,7 @@ from lockstep.config.handlers import (
 )
 from lockstep.config.settings import read_settings
 from lockstep.data.loader import PreparedDataLoader
+from lockstep.data.options import DataOptions
 from lockstep.data.prepare import prepare_loader, skip_first_batches
 from lockstep.errors import UsageError
 from lockstep.optim import clip, horizon
@@ -62,7 +63,7 @@ _LATER = (
 """Names of the known interface that this release does not have."""
 
 
-class Accelerator(ProcessView):
+class Accelerator(ProcessView, DataOptions):
     """Runs a training script on one device or many.
 
     Arguments are those of Accelerate, with these additions: ``step_with_optimizer`` is the guides' name for
@@ -215,41 +216,7 @@ class Accelerator(ProcessView):
         """The number of the next checkpoint."""
         return self.project_configuration.iteration
 
-    # --- data options ------------------------------------------------------------------------------------------
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch is cut between ranks."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether samples are repeated so that all ranks get equally many batches."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self.dataloader_config = dataclasses.replace(self.dataloader_config, even_batches=bool(value))
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether the shuffled order is a function of seed and epoch."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied without waiting."""
-        return self.dataloader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether torchdata's loader is used."""
-        return self.dataloader_config.use_stateful_dataloader
+    # --- options in force --------------------------------------------------------------------------------------
 
     @property
     def rng_types(self) -> list[str]:

@@ -32,10 +32,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.errors import PeerFailure, TopologyError
 from lockstep.topology import sockets, threads
+from lockstep.topology.store import open_store, port_of
 from lockstep.topology.topology import Topology
 
 POLL = timedelta(seconds=0.2)
@@ -126,7 +126,7 @@ class Group:
         if dist.is_initialized():
             group._adopt(session)
         else:
-            store = _open_store(topology, init_method, group.timeout, {} if stores is None else stores)
+            store = open_store(topology, init_method, group.timeout, {} if stores is None else stores)
             group._store = PrefixStore(f"lockstep/attempt_{topology.restart_count}/session_{session}", store)
             group._join()
             group._owned = True
@@ -172,7 +172,7 @@ class Group:
         """Tell the others which ports our gloo listens on, and learn theirs."""
         if self.world_size == 1:
             return
-        self._own_ports = sockets.listener_ports(fds) - {_port_of(self._root)}
+        self._own_ports = sockets.listener_ports(fds) - {port_of(self._root)}
         self._root.set(self._key(f"ports/{self.rank}"), json.dumps(sorted(self._own_ports)))
         answers = [self._root.get(self._key(f"ports/{peer}")) for peer in range(self.world_size) if peer != self.rank]
         self._peer_ports = frozenset(port for answer in answers for port in json.loads(answer))
@@ -470,32 +470,3 @@ class _Watcher:
 
 def _immortalise(thing: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
-def _port_of(store: Store) -> int | None:
-    """Where the store listens, if it does: a line to it is not gloo's, and is needed to meet again."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store.port if isinstance(store, TCPStore) else None
-
-
-def _open_store(topology: Topology, init_method: str | None, timeout: timedelta, kept: dict[str, Store]) -> Store:
-    """Called on: all ranks. The store that the job's ranks share."""
-    url = init_method or f"tcp://{topology.main_address}:{topology.main_port}"
-    if init_method is None and topology.main_address is None and topology.world_size == 1:
-        return dist.HashStore()  # type: ignore[attr-defined]
-    if url.startswith("env://"):
-        url = f"tcp://{topology.main_address}:{topology.main_port}"
-    if url in kept:
-        return kept[url]
-    kept.clear()
-    try:
-        store, _, _ = next(dist.rendezvous(url, topology.rank, topology.world_size, timeout=timeout))  # type: ignore[attr-defined]
-        kept[url] = store
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise TopologyError(
-            f"Rank {topology.rank} of {topology.world_size} could not reach the job's store at {url} ({reason}). "
-            "Check that rank 0 runs there, and that the port is free on its machine and open between machines."
-        ) from error
-    return store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import Accelerator, DataLoaderConfiguration
+from lockstep.data.prepare import prepare_loader
 from lockstep.topology import current
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -97,3 +99,21 @@ def test_sizes() -> None:
 def test_workers() -> None:
     loader = Accelerator(cpu=True).prepare(DataLoader(torch.arange(7), batch_size=2, num_workers=2))
     assert seen(loader) == list(range(7))
+
+
+def test_batches_are_on_the_device_one_ahead() -> None:
+    """The meta device stands in for an accelerator: what arrives there has been moved."""
+    started: list[int] = []
+
+    def collate(items: list[int]) -> torch.Tensor:
+        started.append(items[0])
+        return torch.tensor(items)
+
+    group = SimpleNamespace(rank=0, world_size=1, scopes=0)
+    plain = DataLoader(range(6), batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    loader = prepare_loader(plain, group, DataLoaderConfiguration(), device=torch.device("meta"))  # type: ignore[arg-type]
+    seen = []
+    for batch in loader:
+        assert batch.device.type == "meta"
+        seen.append((loader.sample_ids, list(started)))
+    assert seen == [([0, 1], [0, 2]), ([2, 3], [0, 2, 4]), ([4, 5], [0, 2, 4])]
