@@ -76,6 +76,7 @@ def agree(group: Group, step: Callable[[], Value]) -> Agreement[Value]:
     """Called on: all ranks. Run ``step`` on every rank; it counts as done only when it is done on all."""
     if group.world_size == 1:
         return _alone(group, step)
+    group.arm()
     scope = group.advance()
     error: Exception | None = None
     group.scopes += 1

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,9 @@ class DDP:
         self._topology = topology
         self._group = group
         self._options = options
+        self._wrapped: WeakSet[DistributedDataParallel] = WeakSet()
         self._meetings: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+        group.on_arm(self._arm)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Called on: all ranks. The model, with rank 0's weights, averaging its gradients over all ranks."""
@@ -72,7 +74,10 @@ class DDP:
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
         )
+        self._wrapped.add(wrapped)
         self._hook(wrapped)
+        if on_host and not wrapped._comm_hooks:
+            self._meet_after_backward(wrapped)
         if on_host and options.broadcast_buffers and next(model.buffers(), None) is not None:
             wrapped.register_forward_pre_hook(self._share_buffers)
         return wrapped
@@ -84,12 +89,16 @@ class DDP:
             self._group.check("sharing buffers")
             broadcast_leaves(self._group, leaves, signature)
 
-    def _hook(self, wrapped: DistributedDataParallel) -> None:
-        """Have the gradients travel as the options ask, and on CPU in a way that can be left."""
+    def _hook(self, wrapped: DistributedDataParallel, armed: bool = False) -> None:
+        """Have the gradients travel as the options ask, and on CPU, once failures are survived, so that it can be left.
+
+        A hook in Python costs about 2 % of a step of 2 ms. A job that only ever fails as a whole does not pay that: its
+        sockets are shut, and should gloo miss it (it does, at times, while data is moving), its processes are ended.
+        """
         hook, state = _compression(self._group, self._options)
         if wrapped in self._meetings:
             self._meetings.pop(wrapped).remove()  # one of the generation before
-        if self._topology.device.type == "cpu":
+        if self._topology.device.type == "cpu" and (armed or self._group.armed or hook is not None):
             reference = weakref.ref(wrapped)  # torch would never let go of a model that its own hook holds
             average = _averaging(
                 self._group, hook, state, lambda: self._meet_once(reference()), delayed=self._options.static_graph
@@ -97,6 +106,27 @@ class DDP:
             wrapped.register_comm_hook(None, average)
         elif hook is not None:
             wrapped.register_comm_hook(state, hook)
+
+    def _arm(self) -> None:
+        """From now on a failure is to be survived: have each backward wait in a way that can be left."""
+        for wrapped in self._wrapped:
+            if not wrapped._comm_hooks:
+                self._hook(wrapped)
+
+    def _meet_after_backward(self, wrapped: DistributedDataParallel) -> None:
+        """Have all ranks meet once after the first backward that averages; with a hook, that sees to it."""
+        reference = weakref.ref(wrapped)
+
+        def arrived(_: Tensor) -> None:
+            model = reference()
+            if model is None or model._comm_hooks:
+                handle.remove()
+            elif model.require_backward_grad_sync:
+                handle.remove()
+                self._meet_once(model)
+
+        parameter = next(parameter for parameter in wrapped.parameters() if parameter.requires_grad)
+        handle = parameter.register_post_accumulate_grad_hook(arrived)
 
     def _meet_once(self, wrapped: DistributedDataParallel | None) -> None:
         """Have all ranks meet before the next forward.
@@ -145,6 +175,10 @@ class DDP:
         if any(_in_join(item) for item in items):
             raise UsageError("join_uneven_inputs is open already for this model. Pass several models to one block.")
         on_host = self._topology.device.type == "cpu"
+        for item in items:
+            # A rank that is out of batches runs no backward: what follows the first one must not depend on that.
+            if on_host and isinstance(item, DistributedDataParallel) and not item._comm_hooks:
+                self._hook(item, armed=True)
         buffers = _BUFFER_OPTION if on_host and self._options.broadcast_buffers else None
         with joined(self._group, items, accumulation, states, buffers):
             yield

@@ -85,6 +85,8 @@ class Group:
         self.tick = 0
         self.scopes = 0
         """Scopes of ``comm.agree`` that are open: inside one, a failure here is survived."""
+        self.armed = False
+        """Whether a scope of ``comm.agree`` was ever opened, so that a rank must be able to leave whatever it is in."""
         self.memo: dict[Any, Any] = {}
         """What the collectives remember between calls of one generation."""
         self._pg: Any = None
@@ -98,6 +100,7 @@ class Group:
         self._abandoned: list[tuple[Any, Any]] = []
         self._under_way: list[list[Any]] = []
         self._callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._armers: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._owned = False
         self._hosts_store = False
         self._excepthook: Any = None
@@ -286,6 +289,16 @@ class Group:
             self._free()
         return self.tick
 
+    def on_arm(self, callback: Callable[[], None]) -> None:
+        """Have a bound method called when the first scope of ``comm.agree`` is opened."""
+        self._armers.append(weakref.WeakMethod(callback))
+
+    def arm(self) -> None:
+        """Called on: all ranks. Be ready to leave whatever this rank will be blocked in."""
+        if not self.armed:
+            self.armed = True
+            _call(self._armers)
+
     def end(self, what: str, *, leaving: bool = False, details: str = "") -> Cause:
         """Called on: the rank that failed. Tell the others; the first cause told is the one that counts."""
         mine = Cause(rank=self.rank, tick=self.tick, what=what, leaving=leaving, details=details)
@@ -350,11 +363,7 @@ class Group:
                 self._await_cause()
                 if self._cause is None:  # else another rank has already ended the new generation too
                     raise
-        for reference in self._callbacks:
-            callback = reference()
-            if callback is not None:
-                callback()
-        self._callbacks = [reference for reference in self._callbacks if reference() is not None]
+        _call(self._callbacks)
 
     def _bury(self) -> None:
         """Let go of the old process group; one that still has work under way is kept, or its end would block."""
@@ -466,6 +475,15 @@ class _Watcher:
         with contextlib.suppress(RuntimeError):
             self._store.set(self._key, "")
         self._thread.join(timeout=5)
+
+
+def _call(references: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
+    """Call the methods whose objects are alive, and forget the others."""
+    references[:] = [reference for reference in references if reference() is not None]
+    for reference in references:
+        callback = reference()
+        if callback is not None:
+            callback()
 
 
 def _immortalise(thing: Any) -> None:
