@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,13 @@ def pytest_configure(config: pytest.Config) -> None:
     paths = [str(ROOT / "src"), str(ROOT), *(before.split(os.pathsep) if before else [])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
 
+    # Jobs that a test starts keep their files here, unless it says otherwise, and not in this tree.
+    runs = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
+    os.environ["LOCKSTEP_RUN_DIR"] = runs.name
+
     def restore() -> None:
+        os.environ.pop("LOCKSTEP_RUN_DIR", None)
+        runs.cleanup()
         if before is None:
             os.environ.pop("PYTHONPATH", None)
         else:

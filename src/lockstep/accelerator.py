@@ -134,7 +134,13 @@ class Accelerator(ProcessView, DataOptions):
         init = settings.handlers.get(InitProcessGroupKwargs)
         # A second Accelerator that says nothing of debug mode does not end it.
         debug_mode = DebugTool.COLLECTIVES in settings.debug or (False if debug is False else None)
-        session = current.require(cpu=cpu, init=init, debug=debug_mode, check=self._check_place)  # type: ignore[arg-type]
+        session = current.require(
+            cpu=cpu,
+            init=init,  # type: ignore[arg-type]
+            debug=debug_mode,
+            check=self._check_place,
+            project_dir=settings.project.project_dir,
+        )
         self._session, self._topology, self._group = session, session.topology, session.group
         asked = None if settings.mixed_precision is None else settings.mixed_precision.value
         mode = PrecisionType(settle_precision(session, asked))

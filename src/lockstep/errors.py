@@ -29,13 +29,19 @@ class LockstepError(Exception):
 class ConfigError(LockstepError, ValueError):
     """A value that was asked for cannot be honoured."""
 
+    problems: Sequence[str] = ()
+    """Each thing that is wrong, one by one."""
+
     @classmethod
     def of(cls, problems: Sequence[str]) -> ConfigError:
         """One error for all problems found, so that the user mends them in one go."""
-        if len(problems) == 1:
-            return cls(problems[0])
-        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
-        return cls(f"{len(problems)} settings cannot be used:\n{lines}")
+        text = problems[0]
+        if len(problems) > 1:
+            lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+            text = f"{len(problems)} settings cannot be used:\n{lines}"
+        error = cls(text)
+        error.problems = tuple(problems)
+        return error
 
 
 class NotYetError(ConfigError, NotImplementedError):

@@ -10,24 +10,45 @@ from collections.abc import Sequence
 from lockstep import __version__
 from lockstep.errors import LockstepError
 
-COMMANDS = {"env": "say where this process would run, on what, and why"}
+COMMANDS = {
+    "launch": "run a script on everything this machine, or several, have",
+    "config": "answer a few questions once, so that launch needs no flags",
+    "test": "check this set-up with a short real job",
+    "env": "say where this process would run, on what, and why",
+    "slurm": "write a batch file for SLURM",
+}
 """Subcommand -> what it does; each is the module of its name, with ``add_arguments`` and ``run``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
-    parser = argparse.ArgumentParser(prog="lockstep", description="Train PyTorch models on one device or many.")
-    parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, what in COMMANDS.items():
-        module = importlib.import_module(f"lockstep.cli.{name}")
-        module.add_arguments(commands.add_parser(name, help=what, description=what.capitalize() + "."))
-    arguments = parser.parse_args(argv)
-    if arguments.command is None:
-        parser.print_help()
-        return 0
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words[0] if words and words[0] in COMMANDS else None
     try:
-        return int(importlib.import_module(f"lockstep.cli.{arguments.command}").run(arguments))
+        if name is None:
+            return _general(words)
+        module = importlib.import_module(f"lockstep.cli.{name}")
+        if getattr(module, "RAW", False):
+            return int(module.run(words[1:]))
+        what = COMMANDS[name]
+        parser = argparse.ArgumentParser(prog=f"lockstep {name}", description=what.capitalize() + ".")
+        module.add_arguments(parser)
+        return int(module.run(parser.parse_args(words[1:])))
     except LockstepError as error:
-        print(f"lockstep {arguments.command}: {error}", file=sys.stderr)
+        print(f"lockstep {name}: {error}", file=sys.stderr)
         return 2
+
+
+def _general(words: Sequence[str]) -> int:
+    """What ``lockstep`` does without a subcommand: help, version, or a list of what there is."""
+    parser = argparse.ArgumentParser(
+        prog="lockstep",
+        description="Train PyTorch models on one device or many.",
+        epilog="\n".join(["commands:", *(f"  {name:<10}{what}" for name, what in COMMANDS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
+    parser.add_argument("command", metavar="COMMAND", nargs="?", choices=list(COMMANDS), help="one of those below")
+    parser.parse_args(words)
+    parser.print_help()
+    return 0

@@ -77,6 +77,11 @@ def parse_int(text: str, name: str) -> int:
         raise ConfigError(f"{name}={text!r} is not a whole number.") from None
 
 
+def publish(changes: Mapping[str, str]) -> None:
+    """Set variables for good: what processes that are started from here on find."""
+    os.environ.update(changes)
+
+
 @contextmanager
 def patched(changes: Mapping[str, str | None]) -> Iterator[None]:
     """Set (or, with None, remove) variables for the length of a block, then put back what was there."""

@@ -169,7 +169,7 @@ class Ranks:
             call=call,
             path=[entry or os.getcwd() for entry in sys.path],
             cwd=os.getcwd(),
-            environ=environment.snapshot(),
+            environ={"LOCKSTEP_RUN_DIR": str(folder / "run"), **environment.snapshot()},
             overrides=overrides,
             world_size=self.world_size,
             port=_free_port(),

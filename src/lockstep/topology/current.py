@@ -10,11 +10,15 @@ import atexit
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lockstep.config import env, resolve
 from lockstep.config.handlers import InitProcessGroupKwargs
 from lockstep.errors import ConfigError
+from lockstep.rundir import place
+from lockstep.rundir.place import RunDirectory
+from lockstep.topology.farewell import Farewell
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology, discover, old_kernel_warning
 
@@ -29,6 +33,8 @@ class Session:
     """How it talks to the others."""
     init: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
     """What the process group was made with."""
+    directory: RunDirectory | None = None
+    """The folder of this run; None when the process is alone and nobody gave it one."""
     mixed_precision: str | None = None
     """The precision that the first Accelerator of the process settled; None before."""
     accelerator: Any = None
@@ -42,6 +48,7 @@ class _Slot:
         """How often this process has joined a job: each time has its own place in the store."""
         self.stores: dict[str, Any] = {}
         """The store of the last job, by its address."""
+        self.farewell = Farewell()
 
 
 _slot = _Slot()
@@ -58,11 +65,13 @@ def require(
     init: InitProcessGroupKwargs | None = None,
     debug: bool | None = None,
     check: Callable[[Topology], None] | None = None,
+    project_dir: str | None = None,
 ) -> Session:
     """Called on: all ranks. The session; the first call of the process detects where it runs and joins the job.
 
     ``cpu=False`` says nothing, as in Accelerate: scripts pass on the default of their own flag. ``check`` may refuse
-    the place that was found before the process group is made.
+    the place that was found before the process group is made. ``project_dir`` is where the run directory goes when no
+    launcher has made one.
     """
     environ = env.snapshot()
     session = _slot.session
@@ -93,10 +102,27 @@ def require(
         debug=bool(debug),
         session=_slot.joined,
         stores=_slot.stores,
+        farewell=_slot.farewell.install,
     )
     _slot.joined += 1
-    _slot.session = Session(topology=topology, group=group, init=init)
+    directory = _directory(topology, group, environ.get(place.VARIABLE), project_dir)
+    _slot.session = Session(topology=topology, group=group, init=init, directory=directory)
     return _slot.session
+
+
+def _directory(topology: Topology, group: Group, asked: str | None, project_dir: str | None) -> RunDirectory | None:
+    """Called on: all ranks. The launcher's run directory; without one, local rank 0 makes it for its machine."""
+    if asked and topology.launcher == "lockstep launch":
+        return RunDirectory(path=Path(asked))
+    if topology.world_size == 1:
+        return RunDirectory(path=place.make(asked, project_dir).path) if asked else None
+    key = f"run_directory/{topology.node_rank}"
+    if topology.is_local_main:
+        made = place.make(asked, project_dir)
+        if made.note is not None:
+            warnings.warn(made.note, stacklevel=4)
+        group.store.set(key, str(made.path))
+    return RunDirectory(path=Path(group.store.get(key).decode()))
 
 
 def _check_same(session: Session, cpu: bool | None, init: InitProcessGroupKwargs | None) -> None:
@@ -117,8 +143,11 @@ def _check_same(session: Session, cpu: bool | None, init: InitProcessGroupKwargs
 def reset() -> None:
     """Leave the job and forget it, so that the next Accelerator starts anew."""
     session, _slot.session = _slot.session, None
+    _slot.farewell.uninstall()
     if session is not None:
         session.group.close()
+        if session.directory is not None and session.topology.is_local_main:
+            place.sign_out(session.directory)
 
 
 atexit.register(reset)

@@ -117,20 +117,24 @@ class Group:
         debug: bool = False,
         session: int = 0,
         stores: dict[str, Store] | None = None,
+        farewell: Callable[[Group], None] | None = None,
     ) -> Group:
         """Called on: all ranks. Join the job; a process that nobody started as part of one is alone.
 
         ``session`` counts how often this process has joined before, and ``stores`` holds the store of the last time:
-        a process that leaves and joins again finds the same store, and a fresh place in it.
+        a process that leaves and joins again finds the same store, and a fresh place in it. ``farewell`` sees to it that
+        the others are told when this rank fails.
         """
         group = cls(topology, timeout=timeout, debug=debug)
         if topology.backend is None:
             return group
+        if farewell is not None and group.world_size > 1:
+            farewell(group)  # before torch puts its own hook around it
         if dist.is_initialized():
             group._adopt(session)
         else:
             store = open_store(topology, init_method, group.timeout, {} if stores is None else stores)
-            group._store = PrefixStore(f"lockstep/attempt_{topology.restart_count}/session_{session}", store)
+            group._store = PrefixStore(f"lockstep/attempt_{topology.attempt}/session_{session}", store)
             group._join()
             group._owned = True
             group._hosts_store = topology.rank == 0 and topology.world_size > 1 and not topology.agent_store

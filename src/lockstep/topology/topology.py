@@ -44,8 +44,8 @@ class Topology:
     """Host of rank 0's store."""
     main_port: int | None = None
     """Port of rank 0's store."""
-    restart_count: int = 0
-    """How often the launcher has restarted the job."""
+    attempt: str = "0"
+    """Which start of the job this is."""
     agent_store: bool = False
     """Whether the launcher hosts the store, so that it outlives the ranks."""
 
@@ -95,7 +95,7 @@ def discover(
         reason=place.reason,
         main_address=place.main_address,
         main_port=place.main_port,
-        restart_count=place.restart_count,
+        attempt=place.attempt,
         agent_store=place.agent_store,
     )
 

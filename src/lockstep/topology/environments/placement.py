@@ -35,8 +35,8 @@ class Placement:
     """Host of rank 0's store; None when the process is alone and nobody named one."""
     main_port: int | None = None
     """Port of rank 0's store; None like the address."""
-    restart_count: int = 0
-    """How often the launcher has restarted the job."""
+    attempt: str = "0"
+    """Which start of the job this is, by a name that all its processes know."""
     agent_store: bool = False
     """Whether an elastic agent already hosts the store, so that rank 0 must not open one."""
 
@@ -65,8 +65,6 @@ class Placement:
         yield from self._problems_with_nodes()
         if self.main_port is not None and not 0 < self.main_port < 65536:
             yield f"main_port is {self.main_port}, and must be from 1 to 65535"
-        if self.restart_count < 0:
-            yield f"restart_count is {self.restart_count}, and must be 0 or more"
 
     def _problems_with_nodes(self) -> Iterator[str]:
         if self.local_world_size > self.world_size:

@@ -38,7 +38,9 @@ def read(environ: Mapping[str, str]) -> Placement:
         reason=f"{variables.seen(environ, *_SHOWN)} are set, {who}",
         main_address=address,
         main_port=port,
-        restart_count=variables.number(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
+        # torchrun counts restarts on each machine by itself; lockstep launch has all machines agree on a name.
+        attempt=variables.text(environ, "LOCKSTEP_ATTEMPT")
+        or str(variables.number(environ, "TORCHELASTIC_RESTART_COUNT") or 0),
         # The very text torch compares with: what torch's own env:// rendezvous does must agree with us.
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )

@@ -16,7 +16,7 @@ def place(**fields: Any) -> Placement:
 def test_one_process_is_the_default() -> None:
     alone = place()
     assert (alone.rank, alone.world_size, alone.local_rank, alone.local_world_size) == (0, 1, 0, 1)
-    assert (alone.node_rank, alone.num_nodes, alone.restart_count, alone.agent_store) == (0, 1, 0, False)
+    assert (alone.node_rank, alone.num_nodes, alone.attempt, alone.agent_store) == (0, 1, "0", False)
     assert alone.main_address is None
     assert alone.main_port is None
 
@@ -44,7 +44,6 @@ def test_unequal_machines_are_fine() -> None:
         ({"world_size": 4, "local_world_size": 4, "num_nodes": 2}, "leaves too few for the other 1"),
         ({"main_port": 0}, "main_port is 0"),
         ({"main_port": 65536}, "main_port is 65536"),
-        ({"restart_count": -1}, "restart_count is -1"),
         ({"launcher": "horovod"}, "launcher is 'horovod', and must be one of 'none', 'torchrun'"),
     ],
 )

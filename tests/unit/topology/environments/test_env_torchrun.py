@@ -35,7 +35,7 @@ def test_reads_what_torchrun_sets() -> None:
     assert (place.local_rank, place.local_world_size) == (1, 2)
     assert (place.node_rank, place.num_nodes) == (1, 2)
     assert (place.main_address, place.main_port) == ("node1", 29400)
-    assert place.restart_count == 2
+    assert place.attempt == "2"
     assert place.agent_store
     assert place.launcher == "torchrun"
     assert "RANK=3, WORLD_SIZE=4" in place.reason

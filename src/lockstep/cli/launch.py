@@ -1,0 +1,303 @@
+"""``lockstep launch [options] script.py args…``: run a script on everything this machine, or several, have."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from lockstep.config.launch import GROUPS, RELATED, LaunchConfig
+from lockstep.errors import ConfigError
+
+RAW = True
+"""The command line is handed over as it is: everything after the script belongs to the script."""
+
+_REFUSED = {
+    "use_fsdp": "FSDP",
+    "fsdp": "FSDP",
+    "use_deepspeed": "DeepSpeed",
+    "deepspeed": "DeepSpeed",
+    "zero": "DeepSpeed",
+    "zero3": "DeepSpeed",
+    "offload": "DeepSpeed",
+    "gradient_clipping": "DeepSpeed's gradient clipping; call accelerator.clip_grad_norm_ instead",
+    "use_megatron_lm": "Megatron-LM",
+    "megatron_lm": "Megatron-LM",
+    "use_parallelism_config": "ParallelismConfig",
+    "parallelism_config": "ParallelismConfig",
+    "tpu": "TPU",
+    "no_tpu_cluster": "TPU",
+    "vm": "TPU pods",
+    "env": "TPU pods",
+    "downcast_bf16": "TPU",
+    "main_training_function": "TPU",
+    "fp8": "fp8",
+    "aws": "Amazon SageMaker",
+}
+"""Beginning of a flag's name -> the engine it asks for, which is not built yet."""
+
+_TORCHRUN = {
+    "nproc_per_node": "num_processes (of all machines together)",
+    "nnodes": "num_machines",
+    "node_rank": "machine_rank",
+    "master_addr": "main_process_ip",
+    "master_port": "main_process_port",
+    "standalone": "nothing: one machine is the default",
+}
+"""What torchrun calls it -> what it is called here."""
+
+_DEBUG_TOOLS = ("underflow_overflow", "collectives")
+
+_OWN = {
+    "config_file": ("FILE", "take options from this file instead of the default one"),
+    "module": (None, "run a module, as `python -m` does"),
+    "no_python": (None, "run a program, not a Python script"),
+    "dry_run": (None, "print what would be started, and where each value came from; start nothing"),
+    "json": (None, "with --dry-run: as JSON"),
+    "help": (None, "show this help; with other flags, only the groups they belong to"),
+}
+_SHORT = {"-m": "module", "-h": "help"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Nothing: see ``RAW``."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Read the flags, make the plan, and carry it out."""
+    given = read(argv)
+    if "help" in given.own:
+        print(_help(given))
+        return 0
+    from lockstep.config import env
+    from lockstep.config.launch import resolve_launch
+    from lockstep.launch.plan import make_plan
+
+    environ = env.snapshot()
+    from_file, file_name, refused, ignored = _read_file(given.own.get("config_file"), environ)
+    options = resolve_launch(given.flags, environ, from_file, file_name)
+    plan = make_plan(options, given.target(), environ, refused=[*given.problems, *refused], given=given.tokens)
+    if "dry_run" in given.own:
+        print(json.dumps(plan.to_dict(), indent=2) if "json" in given.own else _show(plan, ignored))
+        return 0
+    from lockstep.launch import job
+
+    return job.run(plan, environ)
+
+
+def _read_file(
+    path: str | None, environ: Mapping[str, str]
+) -> tuple[Mapping[str, Any], str, tuple[str, ...], Mapping[str, str]]:
+    from lockstep.config import file
+
+    chosen = file.default_path(environ) if path is None else path
+    if path is None and not file.default_path(environ).exists():
+        return {}, "", (), {}
+    found = file.read(chosen)
+    return found.values, str(found.path), found.refused, found.ignored
+
+
+# --- reading the command line ------------------------------------------------------------------------------------
+
+
+class Given:
+    """What was typed: flags, the launcher's own switches, and where the script begins."""
+
+    def __init__(self) -> None:
+        self.flags: dict[str, Any] = {}
+        self.own: dict[str, str] = {}
+        self.rest: list[str] = []
+        self.tokens: list[str] = []
+        """The flags as they were typed, without those that only concern this call."""
+        self.problems: list[str] = []
+        self.named: list[str] = []
+        """Every option that was named, for the help."""
+
+    def target(self) -> Any:
+        """What every rank runs."""
+        from lockstep.launch.plan import Target
+
+        if "module" in self.own and "no_python" in self.own:
+            self.problems.append("-m and --no_python contradict each other: a module is run by Python.")
+        if not self.rest:
+            raise ConfigError.of(
+                [*self.problems, "No script was given. Usage: lockstep launch [options] script.py [its arguments]."]
+            )
+        kind = "module" if "module" in self.own else "program" if "no_python" in self.own else "script"
+        return Target(script=self.rest[0], args=tuple(self.rest[1:]), kind=kind)
+
+
+def read(argv: Sequence[str]) -> Given:
+    """Split the command line into the launcher's flags and the script's; all that is wrong is collected."""
+    options = {option.name: option.metadata for option in fields(LaunchConfig)}
+    short = {**_SHORT, **{meta["short"]: name for name, meta in options.items() if "short" in meta}}
+    given = Given()
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            given.rest = words
+            break
+        if not word.startswith("-") or word == "-":
+            given.rest = [word, *words]
+            break
+        flag, equals, text = word.partition("=")
+        name = short.get(flag) or flag.lstrip("-").replace("-", "_")
+        value = text if equals else None
+        before = len(words)
+        if name in options:
+            given.named.append(name)
+            _take(given, name, options[name], value, words)
+            given.tokens += [word, *_consumed(argv, before, len(words))]
+        elif name in _OWN:
+            if _OWN[name][0] is None:
+                given.own[name] = "yes"
+            elif value is None and not words:
+                given.problems.append(f"{flag} needs a value ({_OWN[name][0]}).")
+            else:
+                given.own[name] = words.pop(0) if value is None else value
+                given.tokens += [word, *_consumed(argv, before, len(words))]
+        else:
+            _refuse(given, flag, name, value, words, options)
+    return given
+
+
+def _consumed(argv: Sequence[str], before: int, after: int) -> list[str]:
+    return list(argv[len(argv) - before : len(argv) - after])
+
+
+def _take(given: Given, name: str, meta: Mapping[str, Any], value: str | None, words: list[str]) -> None:
+    if name == "debug":
+        if value is None and words and words[0] in _DEBUG_TOOLS:
+            value = words.pop(0)
+        given.flags[name] = "true" if value is None else value
+    elif meta["kind"] is bool:
+        given.flags[name] = True if value is None else _yes(given, name, value)
+    elif value is None and not words:
+        given.problems.append(f"--{name} needs a value ({meta['metavar'] or ', '.join(meta['choices'])}).")
+    else:
+        text = words.pop(0) if value is None else value
+        try:
+            given.flags[name] = meta["kind"](text)
+        except ValueError:
+            kind = "a whole number" if meta["kind"] is int else "a number"
+            given.problems.append(f"--{name} {text} is not {kind}.")
+
+
+def _yes(given: Given, name: str, text: str) -> bool | None:
+    from lockstep.config import env
+
+    try:
+        return env.parse_flag(text, f"--{name}")
+    except ConfigError as error:
+        given.problems.append(str(error))
+        return None
+
+
+def _refuse(
+    given: Given, flag: str, name: str, value: str | None, words: list[str], options: Mapping[str, Any]
+) -> None:
+    """A flag that is not ours: of an engine that is not built, of torchrun, or mistyped."""
+    engine = _engine(name)
+    if engine is not None:
+        given.named.append("paradigm")
+        given.problems.append(f"{flag} asks for {engine}, which is not supported yet. Leave it out.")
+        if value is None and not name.startswith("use_") and name not in ("tpu", "vm") and words:
+            words.pop(0) if not words[0].startswith("-") else None
+        return
+    if name in _TORCHRUN:
+        hint = f"It is torchrun's name for --{_TORCHRUN[name]}."
+    else:
+        near = difflib.get_close_matches(name, [*options, *_OWN], n=1)
+        hint = f"Did you mean --{near[0]}?" if near else "`lockstep launch -h` lists the options."
+    given.problems.append(
+        f"{flag} is not an option of lockstep launch. {hint} Arguments of the script go after its name."
+    )
+    if value is None and len(words) > 1 and not words[0].startswith("-"):
+        words.pop(0)  # most likely its value, and not the script
+
+
+def _engine(name: str) -> str | None:
+    if name in _REFUSED:
+        return _REFUSED[name]
+    return next((engine for start, engine in _REFUSED.items() if name.startswith(f"{start}_")), None)
+
+
+# --- showing -----------------------------------------------------------------------------------------------------
+
+
+def _help(given: Given) -> str:
+    parser = argparse.ArgumentParser(
+        prog="lockstep launch",
+        usage="lockstep launch [options] script.py [arguments of the script]\n"
+        "       lockstep launch [options] -m module [arguments]",
+        description="Run a script on everything this machine has. Every flag is also accepted with - instead of _.",
+        add_help=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+    )
+    by_name = {option.name: option.metadata for option in fields(LaunchConfig)}
+    shown = set(GROUPS)
+    if given.named:
+        shown = set()
+        for name in given.named:
+            shown.update(RELATED.get(name, (by_name[name]["group"],) if name in by_name else (name,)))
+    else:
+        general = parser.add_argument_group("General")
+        for name, (metavar, text) in _OWN.items():
+            letters = [letter for letter, long in _SHORT.items() if long == name]
+            _add(general, [*letters, f"--{name}"], text, metavar, None)
+    for group, title in GROUPS.items():
+        if group not in shown:
+            continue
+        section = parser.add_argument_group(title)
+        for name, meta in by_name.items():
+            if meta["group"] == group:
+                letters = [meta["short"]] if "short" in meta else []
+                metavar = None if meta["kind"] is bool or name == "debug" else meta["metavar"]
+                _add(section, [*letters, f"--{name}"], meta["help"], metavar, meta.get("choices"))
+        if group == "paradigm":
+            for start in ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config", "tpu"):
+                _add(section, [f"--{start}"], f"{_REFUSED[start]}: not supported yet", None, None)
+    return parser.format_help().rstrip()
+
+
+def _add(group: Any, names: list[str], text: str, metavar: str | None, choices: Sequence[str] | None) -> None:
+    if metavar is None and choices is None:
+        group.add_argument(*names, action="store_true", help=text)
+    else:
+        group.add_argument(*names, metavar=metavar or "{" + ",".join(choices or ()) + "}", help=text)
+
+
+def _show(plan: Any, ignored: Mapping[str, str]) -> str:
+    lines = [
+        f"{_KINDS[plan.kind]}: {plan.processes} process{'es' if plan.processes > 1 else ''}"
+        + (f" on {plan.machines} machines, {plan.per_machine} here" if plan.machines > 1 else ""),
+        f"  command      {shlex.join(plan.argv)}",
+    ]
+    if plan.kind == "agent":
+        number = "by the meeting" if plan.machine_rank is None and plan.machines > 1 else plan.machine_rank or 0
+        lines.append(
+            f"  meeting      {plan.rdzv_backend} at {plan.endpoint}, this machine is {plan.address}, number {number}"
+        )
+    lines += [f"  environment  {name}={value}" for name, value in plan.env.items()]
+    said = {name: found for name, found in plan.options.items() if found.value is not None}
+    width = max((len(name) for name in plan.options), default=0)
+    lines.append("Options, and where they came from:")
+    lines += [f"  {name:<{width}}  {found.value}  ({found.source})" for name, found in said.items()]
+    rest = ", ".join(name for name in plan.options if name not in said)
+    lines.append(f"  by default: {rest}")
+    lines += [f"Note: {note}" for note in plan.notes]
+    lines += [f"Not acted on: {key}: {why}" for key, why in ignored.items()]
+    return "\n".join(lines)
+
+
+_KINDS = {
+    "alone": "One process, without a group",
+    "agent": "Torch's elastic agent",
+    "mpirun": "mpirun",
+    "srun": "srun, one agent on each node",
+}

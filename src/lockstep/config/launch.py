@@ -1,0 +1,198 @@
+"""The options of ``lockstep launch``: one field each, from which its flags are made.
+
+A field's metadata says which group of the help it stands in, what it means, and by which other names it can be set. A
+value of None means that nobody said anything; the plan then chooses, and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lockstep.config import env
+from lockstep.config.resolve import Resolved
+from lockstep.errors import ConfigError
+
+GROUPS = {
+    "hardware": "What to run on",
+    "resources": "How many processes, on how much",
+    "precision": "Precision and compilation",
+    "debug": "Finding out what goes wrong",
+    "network": "Several machines, and how processes meet",
+    "output": "What is shown and kept",
+    "paradigm": "Engines that are not built yet; each is refused with the reason",
+}
+"""Group of flags -> its heading in the help."""
+
+RELATED = {"multi_gpu": ("hardware", "resources", "network"), "cpu": ("hardware", "resources", "network")}
+"""A flag that, given with ``-h``, shows more groups than its own."""
+
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+
+
+def _option(group: str, text: str, *, kind: type = str, metavar: str | None = None, **more: Any) -> Any:
+    return field(default=None, metadata={"group": group, "help": text, "kind": kind, "metavar": metavar, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """Everything ``lockstep launch`` can be told, by flag, variable or file."""
+
+    cpu: bool | None = _option("hardware", "use the CPU even where there are accelerators", kind=bool, setting="cpu")
+    multi_gpu: bool | None = _option(
+        "hardware", "use the accelerators of this machine; refuses where there is none", kind=bool
+    )
+    gpu_ids: str | None = _option("hardware", "which accelerators, by number: 0,2 (or all)", metavar="IDS")
+
+    num_processes: int | None = _option(
+        "resources",
+        "processes on all machines together; by default one per accelerator, else one",
+        kind=int,
+        metavar="N",
+    )
+    num_machines: int | None = _option("resources", "machines that take part", kind=int, metavar="N")
+    num_cpu_threads_per_process: int | None = _option(
+        "resources", "CPU threads of each process; by default the cores are shared out", kind=int, metavar="N"
+    )
+    enable_cpu_affinity: bool | None = _option(
+        "resources", "tie each process to the cores near its accelerator", kind=bool
+    )
+
+    mixed_precision: str | None = _option(
+        "precision", "precision of the forward pass", choices=PRECISIONS, setting="mixed_precision"
+    )
+    gradient_accumulation_steps: int | None = _option(
+        "precision", "micro-batches per update", kind=int, metavar="N", setting="gradient_accumulation_steps"
+    )
+    dynamo_backend: str | None = _option(
+        "precision", "compile models with this backend of torch.compile", metavar="NAME", setting="dynamo_backend"
+    )
+    dynamo_mode: str | None = _option(
+        "precision",
+        "mode of torch.compile",
+        choices=("default", "reduce-overhead", "max-autotune"),
+        setting="dynamo_mode",
+    )
+    dynamo_use_fullgraph: bool | None = _option(
+        "precision", "fail where a model cannot be compiled in one piece", kind=bool, setting="dynamo_use_fullgraph"
+    )
+    dynamo_use_dynamic: bool | None = _option(
+        "precision", "compile for changing shapes", kind=bool, setting="dynamo_use_dynamic"
+    )
+    dynamo_use_regional_compilation: bool | None = _option(
+        "precision", "compile repeated blocks once", kind=bool, setting="dynamo_use_regional_compilation"
+    )
+
+    debug: str | None = _option(
+        "debug",
+        "compare every collective between ranks before it runs; --debug=underflow_overflow looks for the first bad number",
+        metavar="TOOL",
+        setting="debug",
+    )
+
+    machine_rank: int | None = _option("network", "this machine's number, from 0", kind=int, metavar="N")
+    main_process_ip: str | None = _option("network", "address of machine 0", metavar="ADDRESS")
+    main_process_port: int | None = _option("network", "port on machine 0 where all meet", kind=int, metavar="PORT")
+    rdzv_backend: str | None = _option(
+        "network", "how machines find each other (c10d, etcd, …; static means c10d)", metavar="NAME"
+    )
+    rdzv_endpoint: str | None = _option(
+        "network", "where they do, HOST:PORT, instead of the address of machine 0", metavar="HOST:PORT"
+    )
+    rdzv_conf: str | None = _option("network", "further settings of the meeting, key=value,…", metavar="PAIRS")
+    rdzv_id: str | None = _option("network", "name of the job, the same on all machines", metavar="NAME")
+    same_network: bool | None = _option("network", "accepted and not needed: the route is looked up", kind=bool)
+    mpirun_hostfile: str | None = _option("network", "start by mpirun on the machines of this file", metavar="FILE")
+    max_restarts: int | None = _option("network", "how often a failed job is started again", kind=int, metavar="N")
+    monitor_interval: float | None = _option(
+        "network", "seconds between two looks at the processes", kind=float, metavar="SECONDS"
+    )
+    grace: float | None = _option(
+        "network",
+        "seconds that processes have to end after a signal, before they are killed",
+        kind=float,
+        metavar="SECONDS",
+    )
+    role: str | None = _option("network", "name of the job's processes in torch's own logs", metavar="NAME")
+
+    tee: str | None = _option(
+        "output",
+        "streams whose lines carry their rank on the screen: 0 none, 1 stdout, 2 stderr, 3 both",
+        choices=("0", "1", "2", "3"),
+        short="-t",
+    )
+    log_dir: str | None = _option(
+        "output", "folder for each rank's output, instead of the run directory", metavar="DIR"
+    )
+    quiet: bool | None = _option(
+        "output", "show lines that several ranks print once; no notes of the launcher", kind=bool, short="-q"
+    )
+    project_dir: str | None = _option(
+        "output", "folder in which .lockstep/runs is kept; by default this one", metavar="DIR"
+    )
+
+    def __post_init__(self) -> None:
+        problems = [*_wrong_numbers(self), *_wrong_choices(self)]
+        if problems:
+            raise ConfigError.of(problems)
+
+
+_LOWEST = {
+    "num_processes": 1,
+    "num_machines": 1,
+    "num_cpu_threads_per_process": 1,
+    "gradient_accumulation_steps": 1,
+    "machine_rank": 0,
+    "max_restarts": 0,
+    "main_process_port": 0,
+    "grace": 0,
+}
+
+
+def _wrong_numbers(config: LaunchConfig) -> list[str]:
+    problems = []
+    for name, lowest in _LOWEST.items():
+        value = getattr(config, name)
+        if value is not None and value < lowest:
+            problems.append(f"--{name} {value} must be {lowest} or more.")
+    if config.main_process_port is not None and config.main_process_port > 65535:
+        problems.append(f"--main_process_port {config.main_process_port} must be at most 65535.")
+    if config.monitor_interval is not None and config.monitor_interval <= 0:
+        problems.append(f"--monitor_interval {config.monitor_interval} must be above 0.")
+    return problems
+
+
+def _wrong_choices(config: LaunchConfig) -> list[str]:
+    problems = []
+    for option in fields(config):
+        allowed = option.metadata.get("choices")
+        value = getattr(config, option.name)
+        if allowed is not None and value is not None and value not in allowed:
+            problems.append(f"--{option.name} {value} is unknown. Allowed: {', '.join(allowed)}.")
+    return problems
+
+
+def resolve_launch(
+    flags: Mapping[str, Any], environ: Mapping[str, str], from_file: Mapping[str, Any], file_name: str
+) -> dict[str, Resolved[Any]]:
+    """Every option's value and where it came from: flag, environment, file, default."""
+    found: dict[str, Resolved[Any]] = {}
+    for option in fields(LaunchConfig):
+        name, setting = option.name, option.metadata.get("setting")
+        seen = env.lookup(setting, environ) if setting is not None else None
+        if flags.get(name) is not None:
+            found[name] = Resolved(flags[name], f"flag --{name}")
+        elif seen is not None:
+            found[name] = Resolved(_read(option.metadata["kind"], *reversed(seen)), f"environment ({seen[0]})")
+        elif from_file.get(name) is not None:
+            found[name] = Resolved(from_file[name], f"file ({file_name})")
+        else:
+            found[name] = Resolved(None, "default")
+    return found
+
+
+def _read(kind: type, text: str, name: str) -> Any:
+    if kind is bool:
+        return env.parse_flag(text, name)
+    return env.parse_int(text, name) if kind is int else text

@@ -1,0 +1,326 @@
+"""Several processes on this machine, under torch's elastic agent: ranks, meeting other machines, restarts, signals.
+
+Three things are added to torch's agent. Where machines have numbers they keep them: torch numbers them as they come. The attempt
+has a name that all machines agree on: torch counts restarts on each machine by itself, so that after a failure on one
+the processes of another would look for each other in the wrong place. And the second signal kills at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.elastic.rendezvous.registry as registry
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+
+from lockstep.config import env
+from lockstep.errors import ConfigError, TopologyError
+from lockstep.launch.output import Output
+from lockstep.launch.plan import Plan
+from lockstep.launch.report import Exit
+
+DEADLOCK = 86
+"""Exit code of a rank that the guard stopped: starting it again would only bring it back there."""
+_SILENCE = 5.0
+"""Seconds of waiting for other machines after which we say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How the processes of this machine ended."""
+
+    exits: tuple[Exit, ...] = ()
+    """Each rank; empty when all went well."""
+    signal: int | None = None
+    """The signal that ended the launcher."""
+
+
+class Meeting(RendezvousHandler):
+    """Torch's rendezvous, with machine numbers kept and the attempt named."""
+
+    def __init__(self, inner: RendezvousHandler, plan: Plan, say: Callable[[str], None]) -> None:
+        self._inner = inner
+        self._plan = plan
+        self._say = say
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Called on: all machines. Meet, agree on numbers and on the name of this attempt."""
+        with _told(self._say, f"waiting for {self._plan.machines} machines at {self._plan.endpoint}", self._plan):
+            info = self._inner.next_rendezvous()
+            rank = info.rank
+            if self._plan.machine_rank is not None and self._plan.machines > 1 and self._plan.rdzv_backend == "c10d":
+                rank = self._own_number(info)
+        if info.rank == 0:
+            info.store.set("lockstep/attempt", uuid.uuid4().hex[:8])
+        # Inherited by the processes that are started next.
+        env.publish({"LOCKSTEP_ATTEMPT": info.store.get("lockstep/attempt").decode()})
+        return RendezvousInfo(info.store, rank, info.world_size, info.bootstrap_store_info)  # type: ignore[arg-type]
+
+    def _own_number(self, info: RendezvousInfo) -> int:
+        own = self._plan.machine_rank
+        info.store.set(f"lockstep/machine/{info.rank}", str(own))
+        said = [int(info.store.get(f"lockstep/machine/{peer}")) for peer in range(info.world_size)]
+        if sorted(said) != list(range(info.world_size)):
+            raise TopologyError(
+                f"The machines call themselves {', '.join(map(str, sorted(said)))}, and must be numbered 0 to "
+                f"{info.world_size - 1}, each once. Correct --machine_rank (here: {own})."
+            )
+        return int(own)  # type: ignore[arg-type]
+
+    def get_backend(self) -> str:
+        """The kind of meeting."""
+        return self._inner.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the ranks use the store in which the agents met."""
+        return self._inner.use_agent_store
+
+    def is_closed(self) -> bool:
+        """Whether nobody can join any more."""
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        """Let nobody join any more."""
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """Machines that wait for the next round."""
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        """The job's name."""
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        """Leave."""
+        return self._inner.shutdown()
+
+
+class Streams(LogsSpecs):
+    """Gives each rank the two ends that ``Output`` has opened for it."""
+
+    def __init__(self, output: Output, logs: Path) -> None:
+        super().__init__(log_dir=str(logs))
+        self._output = output
+        self._logs = logs
+        self._starts = 0
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Called at each start of the ranks; the files of a restart lie in a folder of their own."""
+        folder = self._logs / f"attempt_{self._starts}" if self._starts else self._logs
+        self._starts += 1
+        ends = {local: self._output.open(int(names["RANK"]), folder) for local, names in envs.items()}
+        return LogsDest(
+            stdouts={local: f"/dev/fd/{end['out']}" for local, end in ends.items()},
+            stderrs={local: f"/dev/fd/{end['err']}" for local, end in ends.items()},
+            error_files={local: str(self._logs / f"rank_{names['RANK']}.error") for local, names in envs.items()},
+        )
+
+    @property
+    def root_log_dir(self) -> str:
+        """Where the files are."""
+        return str(self._logs)
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent for the ranks of one machine."""
+
+    def __init__(
+        self, spec: WorkerSpec, logs: Streams, output: Output, grace: float, tell: Callable[[str], None]
+    ) -> None:
+        super().__init__(spec, logs, exit_barrier_timeout=300, shutdown_timeout=int(grace))
+        self._output = output
+        self._grace = grace
+        self._tell = tell
+        self.on_failure: Callable[[tuple[Exit, ...]], str] | None = None
+        """Called with the exits of an attempt that failed; the line that is shown when it is tried again."""
+        self.exits: tuple[Exit, ...] = ()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        ids = super()._start_workers(worker_group)
+        self._output.started()
+        context: Any = self._pcontext
+        close = context.close
+        context.close = lambda death_sig=None, timeout=self._grace: close(death_sig, timeout)
+        return ids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        context: Any = self._pcontext
+        before = {local: handler.proc.poll() for local, handler in context.subprocess_handlers.items()}
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self.exits = self._read_exits(worker_group, before)
+            self._sweep()
+            if any(ended.code == DEADLOCK for ended in self.exits):
+                self._remaining_restarts = 0
+            if self._remaining_restarts and self.on_failure is not None:
+                left = self._remaining_restarts - 1
+                self._tell(f"{self.on_failure(self.exits)} Starting again ({left} restarts left).")
+        return result
+
+    def _read_exits(self, worker_group: WorkerGroup, before: dict[int, int | None]) -> tuple[Exit, ...]:
+        context: Any = self._pcontext
+        exits = []
+        for worker in worker_group.workers:
+            process = context.subprocess_handlers[worker.local_rank].proc
+            code = process.poll()
+            # Those that were running when the first failure was seen, and ended by the signal it was answered with.
+            by_us = before[worker.local_rank] is None and code in (-signal.SIGTERM, -signal.SIGKILL, None)
+            ended = code if code is not None else -signal.SIGKILL
+            exits.append(Exit(rank=worker.global_rank, code=ended, pid=process.pid, by_us=by_us))
+        if all(ended.by_us or not ended.code for ended in exits):  # killed between our look and torch's
+            exits = [Exit(rank=ended.rank, code=ended.code, pid=ended.pid) for ended in exits]
+        return tuple(exits)
+
+    def _sweep(self) -> None:
+        """End what ranks that are gone have left running: each has a process group of its own."""
+        context: Any = self._pcontext
+        for handler in context.subprocess_handlers.values() if context is not None else ():
+            if handler.proc.poll() is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(handler.proc.pid, signal.SIGKILL)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        context: Any = self._pcontext
+
+        def kill(*_: Any) -> None:
+            self._tell("second signal: killing the processes.")
+            for handler in context.subprocess_handlers.values():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(handler.proc.pid, signal.SIGKILL)
+
+        if context is None:
+            return
+        with _handled({signal.SIGINT: kill, signal.SIGTERM: kill}):
+            super()._shutdown(death_sig, int(timeout))
+        self._sweep()
+
+
+def run(
+    plan: Plan, logs: Path, output: Output, tell: Callable[[str], None], on_failure: Callable[[tuple[Exit, ...]], str]
+) -> Ending:
+    """Start the ranks of this machine and stay until they have ended."""
+    rendezvous = RendezvousParameters(
+        backend=plan.rdzv_backend,
+        endpoint=plan.endpoint,
+        run_id=str(plan.value("rdzv_id", "lockstep")) if plan.machines > 1 else uuid.uuid4().hex,
+        min_nodes=plan.machines,
+        max_nodes=plan.machines,
+        local_addr=plan.address,
+        **_settings(plan),
+    )
+    quiet_torch()
+    try:
+        meeting = Meeting(registry.get_rendezvous_handler(rendezvous), plan, tell)
+    except RendezvousConnectionError as error:
+        raise _unreachable(plan) from error
+    spec = WorkerSpec(
+        role=plan.value("role", "default"),
+        local_world_size=plan.per_machine,
+        entrypoint=plan.argv[0],
+        args=plan.argv[1:],
+        rdzv_handler=meeting,
+        max_restarts=plan.value("max_restarts", 0),
+        monitor_interval=plan.value("monitor_interval", 0.1),
+        local_addr=plan.address,
+    )
+    agent = Agent(spec, Streams(output, logs), output, plan.value("grace", 30.0), tell)
+    agent.on_failure = on_failure
+    closing = True
+    try:
+        result = agent.run()
+    except SignalException as error:
+        closing = False  # torch's own rule: a machine that is told to go leaves the job open for others
+        return Ending(signal=int(error.sigval))
+    except RendezvousTimeoutError as error:
+        raise TopologyError(
+            f"Of {plan.machines} machines not all came to {plan.endpoint} in time. Start the same command on each, with "
+            "its own --machine_rank; `--rdzv_conf join_timeout=SECONDS` waits longer."
+        ) from error
+    except RendezvousConnectionError as error:
+        raise _unreachable(plan) from error
+    finally:
+        agent._sweep()
+        if closing:
+            meeting.shutdown()
+    return Ending(exits=agent.exits if result is None or result.is_failed() else ())
+
+
+def quiet_torch() -> None:
+    """Torch's agent logs what we say ourselves, in our own words."""
+    import logging
+
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _settings(plan: Plan) -> dict[str, str]:
+    """``--rdzv_conf``, and who hosts the meeting: machine 0, whatever its name resolves to."""
+    settings: dict[str, str] = {}
+    for pair in filter(None, str(plan.value("rdzv_conf", "")).split(",")):
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--rdzv_conf {pair!r} must be key=value, and several separated by commas.")
+        settings[name.strip()] = value.strip()
+    if plan.rdzv_backend == "c10d":
+        hosts = plan.machines == 1 if plan.machine_rank is None else plan.machine_rank == 0
+        if hosts or plan.machine_rank is not None:
+            settings.setdefault("is_host", str(hosts).lower())
+    return settings
+
+
+def _unreachable(plan: Plan) -> TopologyError:
+    return TopologyError(
+        f"This machine ({plan.address}) could not reach the meeting point {plan.endpoint}. Check that the command runs on "
+        "machine 0, that the address is one the others can reach, and that the port is open between them."
+    )
+
+
+@contextlib.contextmanager
+def _handled(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _told(say: Callable[[str], None], what: str, plan: Plan) -> Iterator[None]:
+    """Say what takes so long, once it does."""
+    if plan.machines == 1:
+        yield
+        return
+    start = time.monotonic()
+    timer = threading.Timer(_SILENCE, say, [f"{what} …"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if time.monotonic() - start > _SILENCE:
+            say(f"all {plan.machines} machines are here.")

@@ -1,0 +1,153 @@
+"""What the screen says last when a job fails: the first failure in full, the others in a line each."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.launch.output import name_ranks
+from lockstep.rundir.words import LastWords, first_failure
+
+_SIGNALS = {
+    signal.SIGSEGV: "segmentation fault: native code touched memory that is not its own",
+    signal.SIGABRT: "aborted itself: a check in native code failed, or memory was corrupted",
+    signal.SIGBUS: "bus error: often /dev/shm is full, or a memory-mapped file became shorter",
+    signal.SIGFPE: "arithmetic error in native code",
+    signal.SIGILL: "illegal instruction: native code built for another processor",
+    signal.SIGINT: "interrupted (Ctrl-C)",
+    signal.SIGTERM: "asked to end (SIGTERM)",
+    signal.SIGHUP: "its terminal was closed (SIGHUP)",
+    signal.SIGXCPU: "used up its CPU time limit",
+}
+_TAIL = 20
+"""Lines of a rank's stderr that are shown when it left no words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How one rank of this machine ended."""
+
+    rank: int
+    """Which rank."""
+    code: int
+    """Its exit code; negative when a signal ended it."""
+    pid: int
+    """Its process."""
+    by_us: bool = False
+    """Whether the launcher ended it, because another rank had failed."""
+
+
+def out_of_memory_kills() -> int | None:
+    """How often the operating system has killed a process for want of memory since it started; None if it does not tell."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def in_words(code: int, out_of_memory: bool = False) -> str:
+    """An exit code or signal in plain words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    if code == -signal.SIGKILL:
+        if out_of_memory:
+            return "killed by the operating system, out of memory"
+        return "killed (SIGKILL): from outside, or by the operating system if memory ran out"
+    try:
+        known = signal.Signals(-code)
+    except ValueError:
+        return f"ended by signal {-code}"
+    return f"{_SIGNALS.get(known, 'ended by a signal')} ({known.name})"
+
+
+def tell(
+    exits: Sequence[Exit],
+    words: Sequence[LastWords],
+    *,
+    logs: Path,
+    out_of_memory: bool = False,
+) -> tuple[str, int]:
+    """The text for the screen, and the exit code of the job."""
+    own = {ended.rank: ended for ended in exits}
+    said = {word.rank: word for word in words if word.rank in own}
+    first = _first(exits, said)
+    ended = own[first]
+    lines = [_rule("the job failed"), f"Output of each rank: {logs}"]
+    lines += [*_followers(own, said, first, out_of_memory), ""]
+    lines += _in_full(ended, said.get(first), logs, out_of_memory)  # last, where the eye falls
+    return "\n".join(lines), ended.code if ended.code > 0 else 128 - ended.code if ended.code < 0 else 1
+
+
+def one_line(exits: Sequence[Exit], words: Sequence[LastWords], out_of_memory: bool = False) -> str:
+    """Who failed first, and of what, in one sentence."""
+    said = {word.rank: word for word in words}
+    first = _first(exits, said)
+    ended = next(ended for ended in exits if ended.rank == first)
+    if first in said:
+        return f"Rank {first} failed at {said[first].line}: {_one_line(f'{said[first].kind}: {said[first].message}')}."
+    return f"Rank {first} failed: {in_words(ended.code, out_of_memory)}."
+
+
+def _first(exits: Sequence[Exit], said: Mapping[int, LastWords]) -> int:
+    codes = {ended.rank: ended.code for ended in exits}
+    stopped = [ended.rank for ended in exits if ended.by_us]
+    first = first_failure(list(said.values()), codes, stopped)
+    return first if first in codes else exits[0].rank
+
+
+def _followers(own: Mapping[int, Exit], said: Mapping[int, LastWords], first: int, out_of_memory: bool) -> list[str]:
+    lines: dict[str, list[int]] = {}
+    for rank, ended in own.items():
+        if rank == first:
+            continue
+        words = said.get(rank)
+        if words is not None and words.follows:
+            what = f"followed rank {words.cause_rank}" if words.cause_rank is not None else "lost the connection to it"
+        elif words is not None:
+            what = _one_line(f"{words.kind}: {words.message}")
+        elif ended.by_us:
+            what = "ended by the launcher"
+        else:
+            what = "had finished" if ended.code == 0 else in_words(ended.code, out_of_memory)
+        lines.setdefault(what, []).append(rank)
+    return [f"{name_ranks(ranks)}: {what}" for what, ranks in lines.items()]
+
+
+def _in_full(ended: Exit, words: LastWords | None, logs: Path, out_of_memory: bool) -> list[str]:
+    who = f"Rank {ended.rank} on {socket.gethostname()} (pid {ended.pid}) failed first"
+    if words is not None:
+        return [f"{who}, at {words.line}:", "", words.traceback.rstrip()]
+    lines = [f"{who}: {in_words(ended.code, out_of_memory)}."]
+    tail = _tail(logs / f"rank_{ended.rank}.err")
+    if tail:
+        lines += ["The last it wrote to stderr:", "", *tail]
+    elif ended.code > 0:
+        lines.append("It left no exception: look for sys.exit, os._exit or exit() in the script.")
+    return lines
+
+
+def _tail(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 16_384))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    lines = [line.rpartition("\r")[2] for line in text.splitlines()]
+    return [f"  {line}" for line in lines[-_TAIL:]] if any(line.strip() for line in lines) else []
+
+
+def _one_line(text: str) -> str:
+    first = text.strip().splitlines()[0] if text.strip() else text
+    return first if len(first) <= 160 else first[:157] + "..."
+
+
+def _rule(title: str) -> str:
+    return f"──── lockstep launch: {title} ".ljust(80, "─")

@@ -1,0 +1,42 @@
+"""When an exception ends this rank, the others learn of it before it is gone, instead of waiting for it in vain."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+from lockstep.errors import TopologyError
+from lockstep.topology.group import Group
+
+
+class Farewell:
+    """An excepthook that tells the other ranks; installed while the rank is in a job."""
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+        self._before: Any = None
+
+    def install(self, group: Group) -> None:
+        """From now on, tell the others. Before the process group is made: torch puts its own hook around ours."""
+        self._group = group
+        self._before = sys.excepthook
+        sys.excepthook = self
+
+    def uninstall(self) -> None:
+        """The rank leaves in good order."""
+        self._group = None
+        if sys.excepthook is self:
+            sys.excepthook = self._before
+
+    def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if self._group is not None:
+            with contextlib.suppress(RuntimeError, TopologyError):  # the store may be gone; the user's error is shown
+                if not self._group.is_consequence(value):
+                    details = "".join(traceback.format_exception(kind, value, trace))
+                    text = str(value).strip()
+                    line = f"{kind.__name__}: {text.splitlines()[0]}" if text else kind.__name__
+                    self._group.end(line, leaving=True, details=details)
+        self._before(kind, value, trace)
