@@ -25,7 +25,7 @@ help:   ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.installed   ## train a small digit classifier on 2 processes
-	$(RANKS2) examples/digits.py
+	$(VENV)/bin/lockstep launch --cpu --num_processes 2 examples/digits.py
 
 test: $(VENV)/.installed   ## run the whole test suite
 	@bash scripts/apt.sh
@@ -48,6 +48,7 @@ bench: $(VENV)/.installed-bench   ## time training steps and loaders next to raw
 	$(RANKS2) benchmarks/loop.py
 	$(PY) benchmarks/data.py
 	$(RANKS2) benchmarks/data.py
+	$(PY) benchmarks/launch.py
 
 clean:   ## remove caches and build output (.venv stays)
 	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache src/*.egg-info

@@ -1,7 +1,7 @@
 """Train a small classifier of handwritten digits, on one process or on many.
 
     python examples/digits.py
-    torchrun --standalone --nproc-per-node 2 examples/digits.py
+    lockstep launch --cpu --num_processes 2 examples/digits.py
 
 The lines marked with a number are what Lockstep changes in a plain PyTorch script.
 """

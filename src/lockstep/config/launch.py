@@ -189,7 +189,19 @@ def resolve_launch(
             found[name] = Resolved(from_file[name], f"file ({file_name})")
         else:
             found[name] = Resolved(None, "default")
+    _settle_opposites(found)
     return found
+
+
+def _settle_opposites(found: dict[str, Resolved[Any]]) -> None:
+    """A flag for the CPU overrules a file for accelerators, and the other way round, as flags do."""
+    strength = ("default", "file", "environment", "flag")
+    cpu, gpu = found["cpu"], found["multi_gpu"]
+    if cpu.value and gpu.value:
+        ranks = [strength.index(one.source.split()[0]) for one in (cpu, gpu)]
+        if ranks[0] != ranks[1]:
+            weaker, other = ("multi_gpu", cpu) if ranks[0] > ranks[1] else ("cpu", gpu)
+            found[weaker] = Resolved(None, f"default (overruled by {other.source})")
 
 
 def _read(kind: type, text: str, name: str) -> Any:

@@ -173,7 +173,7 @@ class _Maker:
             return self._mpirun(processes, per_machine, machines, variables)
         if allocation is not None and not allocation.agent and machines > 1:
             return self._srun(allocation, processes, per_machine, machines)
-        if processes == 1 and not self.config.max_restarts:
+        if processes == 1 and not self.config.max_restarts and not self.config.enable_cpu_affinity:
             return self._plan("alone", variables=variables)
         return self._agent(processes, per_machine, machines, machine_rank, variables)
 
@@ -234,8 +234,6 @@ class _Maker:
         ):
             if wrong:
                 self.problems.append(text)
-        if config.enable_cpu_affinity and config.cpu:
-            self.problems.append("--enable_cpu_affinity ties processes to accelerators, and --cpu uses none.")
 
     def _count(self, machines: int) -> tuple[int, int]:
         """Processes on all machines, and on this one."""
@@ -247,6 +245,11 @@ class _Maker:
             self.problems.append(
                 "--multi_gpu: torch finds no accelerator on this machine. Leave it out to train on the CPU, or check "
                 "the driver and the build of torch with `lockstep env`."
+            )
+        if config.enable_cpu_affinity and present == 0:
+            self.problems.append(
+                "--enable_cpu_affinity ties each process to the cores near its accelerator, and none is used here. "
+                "Leave it out."
             )
         asked = config.num_processes
         if asked is None:
@@ -286,8 +289,6 @@ class _Maker:
             variables[env.VARIABLES[setting][0]] = text.lower() if isinstance(value, bool) else text
         if config.gpu_ids not in (None, "all"):
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpu_ids())
-        if config.enable_cpu_affinity:
-            variables["LOCKSTEP_CPU_AFFINITY"] = "1"
         if processes > 1:
             self._threads(variables, per_machine)
         return variables

@@ -1,0 +1,62 @@
+"""Restarts really recover: a rank that is killed at any step, again and again, on one machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.restarting import TRAIN, fates
+
+
+def restart(
+    folder: Path, kills: int, ranks: int, limit: float, restarts: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    script = folder / "train.py"
+    script.write_text(TRAIN)
+    argv = [sys.executable, "-m", "lockstep", "launch", "--cpu", "--num_processes", str(ranks)]
+    argv += ["--max_restarts", str(kills if restarts is None else restarts), str(script), str(folder / "marks")]
+    env = {**os.environ, "LOCKSTEP_RUN_DIR": str(folder / "run")}
+    with subprocess.Popen(
+        [*argv, *fates(kills, ranks, kills)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            out, err = process.communicate()
+            pytest.fail(f"took more than {limit} s\n{out}\n{err}", pytrace=False)
+    return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+
+def test_a_killed_rank_is_recovered_from(tmp_path: Path) -> None:
+    done = restart(tmp_path, 2, 2, 90.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("[0, 1] after 2 kills") == 2
+    killed = fates(2, 2, 2)
+    for fate, left in zip(killed, ("1", "0"), strict=True):
+        assert f"Rank {fate[0]} failed: killed (SIGKILL)" in done.stderr
+        assert f"Starting again ({left} restarts left)" in done.stderr
+    # What each attempt printed is kept apart.
+    assert "after 2 kills" in (tmp_path / "run" / "logs" / "attempt_2" / "rank_0.out").read_text()
+
+
+def test_when_restarts_are_used_up_the_last_failure_is_told(tmp_path: Path) -> None:
+    done = restart(tmp_path, 2, 2, 90.0, restarts=1)
+    assert done.returncode == 137, done.stdout + done.stderr
+    last = fates(2, 2, 2)[1][0]
+    assert f"Rank {last} on {os.uname().nodename}" in done.stderr
+    assert done.stderr.rstrip().endswith(
+        "killed (SIGKILL): from outside, or by the operating system if memory ran out."
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_twenty_kills_of_twenty_are_recovered_from(tmp_path: Path, ranks: int) -> None:
+    done = restart(tmp_path, 20, ranks, 580.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("after 20 kills") == ranks
