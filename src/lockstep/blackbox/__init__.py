@@ -1,0 +1,1 @@
+"""What each rank is doing, in a file that survives it."""

@@ -1,0 +1,91 @@
+"""What a black box says, as a value: the state of one rank at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One collective of the library, as one rank entered it."""
+
+    seq: int
+    """Its number among the collectives of this rank's generation, from 1."""
+    name: str
+    """What it is: "gather", "reduce(mean)", "backward", "barrier", …; equal on all ranks when they march together."""
+    signature: str = ""
+    """What must agree between ranks: structure, shapes, dtypes; empty where ranks may differ."""
+    site: str = ""
+    """The user's line, ``train.py:27``."""
+    since: float = 0.0
+    """When it was entered, in seconds of this machine's monotonic clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raw:
+    """A collective of torch's own that is under way: a direct ``torch.distributed`` call, or one inside DDP."""
+
+    name: str
+    """What torch calls it: "all_reduce", "barrier", …"""
+    number: int = 0
+    """Its number in torch's process group."""
+    site: str = ""
+    """The user's line."""
+    since: float = 0.0
+    """When it was first seen under way."""
+    shapes: str = ""
+    """Sizes of its inputs, where they are known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """One rank at one moment."""
+
+    rank: int
+    """Which rank."""
+    world_size: int
+    """Of how many."""
+    local_rank: int = 0
+    """Its number on its machine."""
+    node: int = 0
+    """Its machine's number."""
+    host: str = ""
+    """Its machine's name."""
+    pid: int = 0
+    """Its process."""
+    alive: bool = True
+    """Whether the process lives."""
+    closed: str = ""
+    """How it left the job: "" when it has not, "finished" in good order, "failed" with an exception."""
+    words: str = ""
+    """The exception's first line, when it failed; how a signal ended it, when one did."""
+    generation: int = 0
+    """Which process group; numbers of collectives start anew in each."""
+    recovering: bool = False
+    """Whether it is inside a scope of ``agree``: a failure there is survived."""
+    entered: int = 0
+    """Collectives entered in this generation."""
+    left: int = 0
+    """Collectives completed in this generation."""
+    op: Op | None = None
+    """The collective it is in right now."""
+    phase: str = ""
+    """What it does outside collectives, where that is known: "data", "forward", "backward", "step", "checkpoint", …"""
+    phase_site: str = ""
+    """The user's line of it, where known."""
+    phase_since: float = 0.0
+    """Since when."""
+    step: int = 0
+    """Updates made."""
+    raw: Raw | None = None
+    """Torch's own collective that it is in right now."""
+    history: tuple[Op, ...] = field(default=())
+    """Its latest collectives, oldest first; the one it is in is the last."""
+    stack: tuple[str, ...] = ()
+    """The main thread's stack, innermost first, as ``file:line in function``, when it was asked for."""
+    paused: bool = False
+    """Whether a debugger holds it, or it was stopped by a signal."""
+    beat: float = 0.0
+    """When its own reporter last looked up, in seconds of the monotonic clock."""
+    now: float = 0.0
+    """When this was read."""

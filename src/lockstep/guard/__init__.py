@@ -1,0 +1,1 @@
+"""Watching over the ranks: who waits where, for whom, and why."""

@@ -1,0 +1,50 @@
+"""What the guard found out, as a value; ``explain`` makes a text of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Ranks that are at the same point."""
+
+    ranks: tuple[int, ...]
+    """Which."""
+    doing: str
+    """What they do there: "wait in gather", "are in time.sleep", "have finished", "were killed"."""
+    site: str = ""
+    """The user's line."""
+    detail: str = ""
+    """More: shapes and dtypes, the exception, how long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """One finding for the whole job."""
+
+    kind: str
+    """ "different ops", "different arguments", "gone", "missing", "raw", "all wait": what was recognised."""
+    certain: bool
+    """Whether nothing can end it: then the job is stopped. Otherwise it is only told."""
+    headline: str
+    """In one sentence."""
+    waiting: tuple[Place, ...] = ()
+    """Who waits, and where."""
+    missing: tuple[Place, ...] = ()
+    """Who is waited for, and where that is."""
+    together: str = ""
+    """The last point at which all were."""
+    cause: str = ""
+    """What it most likely comes from."""
+    fix: str = ""
+    """What to do."""
+    seconds: float = 0.0
+    """How long the first has waited."""
+    stacks: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Stacks of some ranks."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For diagnosis.json."""
+        return asdict(self)
