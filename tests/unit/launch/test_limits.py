@@ -1,0 +1,42 @@
+"""Limits of control groups, in trees of both versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch import limits
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "memory"),
+    [
+        ({"cpu.max": "150000 100000", "memory.max": "1073741824"}, 1.5, 2**30),
+        ({"cpu.max": "max 100000", "memory.max": "max"}, None, None),
+        ({"a/cpu.max": "max 100000", "cpu.max": "300000 100000", "a/memory.max": "5", "memory.max": "9"}, 3.0, 5),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0, None),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None, None),
+        ({"memory/b/memory.limit_in_bytes": "7", "memory/memory.limit_in_bytes": "9223372036854771712"}, None, 7),
+        ({}, None, None),
+    ],
+)
+def test_limits_of_control_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: float | None, memory: int | None
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    groups = tmp_path / "proc"
+    groups.write_text("4:memory:/b\n2:cpuacct:/\n1:cpu:/\n0::/a\n")
+    monkeypatch.setattr(limits, "TREE", tmp_path / "cgroup")
+    monkeypatch.setattr(limits, "OWN", groups)
+    assert limits.cores() == cores
+    assert limits.memory() == memory
+
+
+def test_no_tree_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "OWN", tmp_path / "missing")
+    assert limits.cores() is None
+    assert limits.memory() is None
