@@ -31,9 +31,11 @@ if TYPE_CHECKING:
         LockstepError,
         NotYetError,
         PeerFailure,
+        RankFailed,
         TopologyError,
         UsageError,
     )
+    from lockstep.launch.notebook import debug_launcher, notebook_launcher
     from lockstep.progress import tqdm
     from lockstep.state import AcceleratorState, GradientState, PartialState
 
@@ -62,9 +64,11 @@ _PLACES = {
         "LockstepError",
         "NotYetError",
         "PeerFailure",
+        "RankFailed",
         "TopologyError",
         "UsageError",
     ),
+    "lockstep.launch.notebook": ("debug_launcher", "notebook_launcher"),
     "lockstep.progress": ("tqdm",),
     "lockstep.state": ("AcceleratorState", "GradientState", "PartialState"),
 }
@@ -91,10 +95,13 @@ __all__ = [
     "PeerFailure",
     "ProfileKwargs",
     "ProjectConfiguration",
+    "RankFailed",
     "TopologyError",
     "TorchDynamoPlugin",
     "UsageError",
     "__version__",
+    "debug_launcher",
+    "notebook_launcher",
     "set_seed",
     "skip_first_batches",
     "synchronize_rng_states",

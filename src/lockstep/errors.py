@@ -9,6 +9,7 @@
     ├── DataError (RuntimeError)              a sample or batch could not be read, or not be shared between ranks
     ├── TopologyError (RuntimeError)          the processes cannot be put together into one job
     ├── PeerFailure (RuntimeError)            this rank is fine; another one failed, or the line to it broke
+    ├── RankFailed (RuntimeError)             a function that was started on several processes failed on one of them
     └── DistributedOperationException         ranks called one collective with arguments that do not fit together
 
 Texts follow one form: what you set, what we saw, what to do.
@@ -71,3 +72,18 @@ class PeerFailure(LockstepError, RuntimeError):
 
 class DistributedOperationException(LockstepError):
     """Ranks entered one collective with shapes, dtypes, structures or operations that differ."""
+
+
+class RankFailed(LockstepError, RuntimeError):
+    """The function failed on some rank. The text holds that rank, its exception and its traceback."""
+
+    def __init__(self, message: str, *, rank: int, kind: str | None, traceback: str, exit_code: int | None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        """The rank that failed first."""
+        self.kind = kind
+        """The name of its exception's type; None when its process ended without one."""
+        self.traceback = traceback
+        """The traceback of the exception there, as text."""
+        self.exit_code = exit_code
+        """Of its process, where that is on this machine; minus the signal's number where one ended it."""

@@ -18,6 +18,7 @@ from tests.docs.runner import ROOT, read_page
 NOW = [
     ("Accelerator", "lockstep"),
     ("DistributedType", "lockstep"),
+    ("notebook_launcher", "lockstep"),
     ("get_logger", "lockstep.logging"),
     ("ProjectConfiguration", "lockstep.utils"),
     ("DistributedOperationException", "lockstep.utils.operations"),
@@ -31,7 +32,6 @@ LATER = [
     ("find_executable_batch_size", "lockstep"),
     ("find_executable_batch_size", "lockstep.utils"),
     ("load_checkpoint_in_model", "lockstep"),
-    ("notebook_launcher", "lockstep"),
     ("DebugUnderflowOverflow", "lockstep.debug_utils"),
     ("detect_overflow", "lockstep.debug_utils"),
 ]

@@ -31,6 +31,7 @@ from lockstep.config.handlers import (
     TorchDynamoPlugin,
 )
 from lockstep.errors import DistributedOperationException
+from lockstep.launch.basic_config import write_basic_config
 from lockstep.precision.mixed import convert_outputs_to_fp32, convert_to_fp32
 from lockstep.progress import tqdm
 
@@ -69,4 +70,5 @@ __all__ = [
     "synchronize_rng_states",
     "tqdm",
     "wait_for_everyone",
+    "write_basic_config",
 ]
