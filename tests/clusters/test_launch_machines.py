@@ -122,3 +122,15 @@ def test_a_machine_that_nobody_answers_says_where_it_looked(
     ((code, _, err),) = finish([started], two_machines)
     assert code == 2
     assert "could not reach the meeting point 10.211.0.1:29621" in err
+
+
+def test_a_rank_that_leaves_on_one_machine_ends_the_job_on_both(two_machines: Machines, tmp_path: Path) -> None:
+    script = tmp_path / "leave.py"
+    script.write_text("import os, sys\nsys.exit(5 if os.environ['RANK'] == '3' else 0)\n")
+    started = [
+        launch(machine, number, script, main=two_machines[0], port=29623) for number, machine in enumerate(two_machines)
+    ]
+    (code_0, _, _), (code_1, _, err_1) = finish(started, two_machines, 60.0)
+    assert code_0 == 0  # its own ranks were done; torch's agent alone would have waited 5 minutes for the other
+    assert code_1 == 5
+    assert "Rank 3 on node1" in err_1

@@ -1,8 +1,9 @@
 """Several processes on this machine, under torch's elastic agent: ranks, meeting other machines, restarts, signals.
 
-Three things are added to torch's agent. Where machines have numbers they keep them: torch numbers them as they come. The attempt
-has a name that all machines agree on: torch counts restarts on each machine by itself, so that after a failure on one
-the processes of another would look for each other in the wrong place. And the second signal kills at once.
+Three things are added to torch's agent. Where machines have numbers they keep them: torch numbers them as they come.
+The attempt has a name that all machines agree on: torch counts restarts on each machine by itself, so that after a
+failure on one the processes of another would look for each other in the wrong place. And the second signal kills at
+once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.elastic.rendezvous.registry as registry
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import (
+    _TERMINAL_STATE_SYNC_ID,
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import (
@@ -29,6 +35,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.utils import store as store_util
 
 from lockstep.config import env
 from lockstep.errors import ConfigError, TopologyError
@@ -190,6 +197,12 @@ class Agent(LocalElasticAgent):
             exits = [Exit(rank=ended.rank, code=ended.code, pid=ended.pid) for ended in exits]
         return tuple(exits)
 
+    def excuse(self) -> None:
+        """Tell agents that wait for this one at the end of the job not to: torch's would wait 5 minutes."""
+        store, group = self._store, self._worker_group
+        with contextlib.suppress(RuntimeError):  # nobody is there any more
+            store_util._barrier_nonblocking(store, group.group_world_size, _TERMINAL_STATE_SYNC_ID)
+
     def _sweep(self) -> None:
         """End what ranks that are gone have left running: each has a process group of its own."""
         context: Any = self._pcontext
@@ -248,13 +261,15 @@ def run(
     closing = True
     try:
         result = agent.run()
+        if result is not None and result.is_failed():
+            agent.excuse()
     except SignalException as error:
         closing = False  # torch's own rule: a machine that is told to go leaves the job open for others
         return Ending(signal=int(error.sigval))
     except RendezvousTimeoutError as error:
         raise TopologyError(
-            f"Of {plan.machines} machines not all came to {plan.endpoint} in time. Start the same command on each, with "
-            "its own --machine_rank; `--rdzv_conf join_timeout=SECONDS` waits longer."
+            f"Of {plan.machines} machines not all came to {plan.endpoint} in time. Start the same command on each, "
+            "with its own --machine_rank; `--rdzv_conf join_timeout=SECONDS` waits longer."
         ) from error
     except RendezvousConnectionError as error:
         raise _unreachable(plan) from error
@@ -298,8 +313,8 @@ def _settings(plan: Plan) -> dict[str, str]:
 
 def _unreachable(plan: Plan) -> TopologyError:
     return TopologyError(
-        f"This machine ({plan.address}) could not reach the meeting point {plan.endpoint}. Check that the command runs on "
-        "machine 0, that the address is one the others can reach, and that the port is open between them."
+        f"This machine ({plan.address}) could not reach the meeting point {plan.endpoint}. Check that the command runs "
+        "on machine 0, that the address is one the others can reach, and that the port is open between them."
     )
 
 

@@ -156,10 +156,11 @@ class _Maker:
         self.count_accelerators = count_accelerators
         self.problems = problems
         self.notes: list[str] = []
+        self.allocation: Any = None
 
     def make(self) -> Plan | None:
         self._contradictions()
-        allocation = self._allocation()
+        allocation = self.allocation = self._allocation()
         if allocation is not None and allocation.agent:
             machines, machine_rank = allocation.num_nodes, allocation.node_rank
         else:
@@ -171,7 +172,7 @@ class _Maker:
         variables = self._variables(processes, per_machine)
         if self.config.mpirun_hostfile is not None:
             return self._mpirun(processes, per_machine, machines, variables)
-        if allocation is not None and not allocation.agent and machines > 1:
+        if allocation is not None and (allocation.needs_srun or (machines > 1 and not allocation.agent)):
             return self._srun(allocation, processes, per_machine, machines)
         if processes == 1 and not self.config.max_restarts and not self.config.enable_cpu_affinity:
             return self._plan("alone", variables=variables)
@@ -260,8 +261,8 @@ class _Maker:
             return per_machine * machines, per_machine
         if asked % machines:
             self.problems.append(
-                f"--num_processes {asked} cannot be shared evenly by --num_machines {machines}: it counts the processes "
-                f"of all machines. Nearest: {max(1, asked // machines) * machines}."
+                f"--num_processes {asked} cannot be shared evenly by --num_machines {machines}: it counts the "
+                f"processes of all machines. Nearest: {max(1, asked // machines) * machines}."
             )
         per_machine = max(1, asked // machines)
         if present and per_machine > present and self.environ.get("LOCKSTEP_TORCH_DEVICE") != "cpu":
@@ -360,6 +361,11 @@ class _Maker:
                 self.problems.append(f"--rdzv_endpoint {config.rdzv_endpoint} must be HOST:PORT.")
                 return None
             return host.strip("[]"), int(port)
+        if config.main_process_ip is None and self.allocation is not None and self.allocation.agent:
+            from lockstep.launch import slurm
+
+            # Started by srun once per node: every agent works out the same meeting point by itself.
+            return self.allocation.hosts[0], config.main_process_port or slurm.meeting_port(self.allocation)
         missing = []
         if config.main_process_ip is None:
             missing.append("--main_process_ip (the address of machine 0)")
@@ -406,7 +412,7 @@ class _Maker:
         again = [sys.executable, "-m", "lockstep", "launch", *self.given, "--num_machines", str(machines)]
         again += ["--main_process_ip", allocation.hosts[0], "--main_process_port", str(port), *self.target.tokens()]
         argv = slurm.srun_command(
-            allocation, num_processes_per_node=per_machine, port=port, argv_of_lockstep_launch=again
+            allocation, num_processes_per_node=per_machine, port=port, argv_of_lockstep_launch=again, num_nodes=machines
         )
         self.notes.append(f"inside SLURM job {allocation.job_id}: one agent on each of {machines} nodes.")
         return self._plan(

@@ -5,16 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from lockstep.config import hostlist, slurm
 from lockstep.errors import TopologyError
-from lockstep.topology.environments import hostlist, variables
+from lockstep.topology.environments import variables
 from lockstep.topology.environments.placement import Placement
 
-# SLURM numbers the steps that srun starts up to here; above are the batch script, salloc's shell and their like.
-_LAST_STEP = 0xFFFFFFF0
-_STEP_WORDS = frozenset(("batch", "extern", "interactive", "tbd"))
-
-_STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
-_JOB = ("SLURM_JOB_ID", "SLURM_JOBID")
 # The step's own variables come first: those of the job describe the whole allocation, of which a step may use a part.
 _TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
@@ -24,10 +19,7 @@ _NODE_LIST = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 def detect(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process as one task of a step."""
-    step = variables.text(environ, *_STEP)
-    if step is None or "SLURM_PROCID" not in environ or step.lower() in _STEP_WORDS:
-        return False
-    if step.isascii() and step.isdecimal() and (len(step) > 10 or int(step) > _LAST_STEP):
+    if not slurm.in_task(environ):
         return False
     # mpiexec of MPICH and Intel MPI starts its helpers by srun, one per machine, and the helpers start the ranks: then
     # SLURM_PROCID is the helper's. srun may set PMI_RANK itself, but MPI_LOCALRANKID comes from such a helper only.
@@ -41,8 +33,8 @@ def read(environ: Mapping[str, str]) -> Placement:
     local_rank = variables.needed(environ, "SLURM_LOCALID", by="srun")
     node_rank = variables.needed(environ, "SLURM_NODEID", by="srun")
     nodes = variables.needed(environ, *_NODES, by="srun", low=1)
-    job = variables.needed(environ, *_JOB, by="srun")
-    step = variables.needed(environ, *_STEP, by="srun")
+    job = variables.needed(environ, *slurm.JOB, by="srun")
+    step = variables.needed(environ, *slurm.STEP, by="srun")
     port = variables.main_port(environ)
     return Placement(
         rank=rank,
@@ -60,7 +52,7 @@ def read(environ: Mapping[str, str]) -> Placement:
 
 def _shown(environ: Mapping[str, str]) -> str:
     """Only the variables that were used: of several names for one thing, the first that is set."""
-    groups = (("SLURM_PROCID",), _TASKS, ("SLURM_LOCALID",), ("SLURM_NODEID",), _NODES, _TASKS_PER_NODE, _STEP)
+    groups = (("SLURM_PROCID",), _TASKS, ("SLURM_LOCALID",), ("SLURM_NODEID",), _NODES, _TASKS_PER_NODE, slurm.STEP)
     used = [next((name for name in names if name in environ), names[0]) for names in groups]
     return variables.seen(environ, *used)
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.config import hostlist
 from lockstep.errors import TopologyError
-from lockstep.topology.environments import hostlist
 
 
 @pytest.mark.parametrize(
