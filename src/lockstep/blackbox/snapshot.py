@@ -19,6 +19,8 @@ class Op:
     """The user's line, ``train.py:27``."""
     since: float = 0.0
     """When it was entered, in seconds of this machine's monotonic clock."""
+    refused: bool = False
+    """Whether it ended with an error on this rank: nothing that it would have brought was used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class Raw:
     """When it was first seen under way."""
     shapes: str = ""
     """Sizes of its inputs, where they are known."""
+    group: str = ""
+    """The name of its process group; empty for the one of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,8 @@ class Snapshot:
     """Its machine's name."""
     pid: int = 0
     """Its process."""
+    attempt: str = ""
+    """Which start of the job, and which session of the process, this is: only equal ones march together."""
     alive: bool = True
     """Whether the process lives."""
     closed: str = ""
@@ -87,5 +93,8 @@ class Snapshot:
     """Whether a debugger holds it, or it was stopped by a signal."""
     beat: float = 0.0
     """When its own reporter last looked up, in seconds of the monotonic clock."""
+    pace: tuple[tuple[float, float, float, float], ...] = ()
+    """Of its latest steps, oldest first: seconds up to the first collective spent on data, in forward, in backward, and
+    seconds waited in that collective."""
     now: float = 0.0
     """When this was read."""

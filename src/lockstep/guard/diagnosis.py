@@ -34,6 +34,8 @@ class Diagnosis:
     """Who waits, and where."""
     missing: tuple[Place, ...] = ()
     """Who is waited for, and where that is."""
+    apart: tuple[Place, ...] = ()
+    """Where the ranks were when they first made one call at different lines, if they have ever since: no proof."""
     together: str = ""
     """The last point at which all were."""
     cause: str = ""

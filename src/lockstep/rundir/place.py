@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import ConfigError
+from lockstep.rundir.names import VARIABLE, stack_file
 
 KEEP = 20
 """How many runs of a project are kept."""
-
-VARIABLE = "LOCKSTEP_RUN_DIR"
-"""The variable that names the run directory; callers read it and hand its value in."""
 
 _NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 _LAYOUT = ("pid", "config.json", "env.json", "logs", "words", "boxes", "stacks", "numerics", "diagnosis.json")
@@ -72,7 +70,7 @@ class RunDirectory:
 
     def stack(self, rank: int) -> Path:
         """The stacks of one rank."""
-        return self.stacks / f"rank_{rank}.txt"
+        return self.stacks / stack_file(rank)
 
     @property
     def numerics(self) -> Path:

@@ -18,6 +18,7 @@ from typing import Any
 
 from lockstep.config import env
 from lockstep.errors import LockstepError, PeerFailure
+from lockstep.rundir.names import rank_in
 from lockstep.rundir.place import RunDirectory
 
 MESSAGE_LIMIT = 10_000
@@ -108,12 +109,6 @@ def of_this_process(kind: type[BaseException], value: BaseException | None, trac
     attempt = environ.get("LOCKSTEP_ATTEMPT", "")
     local_rank = _number(environ.get("LOCAL_RANK"))
     return from_exception(kind, value, trace, rank=rank_in(environ), local_rank=local_rank, attempt=attempt)
-
-
-def rank_in(environ: Mapping[str, str]) -> int:
-    """This process's number, whoever gave it."""
-    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
-    return next((_number(environ[name]) for name in names if environ.get(name)), 0)
 
 
 def _number(text: str | None) -> int:

@@ -1,0 +1,454 @@
+"""The black box of one rank, as the rank writes it: a file in memory that outlives the process.
+
+Everything here runs inside the user's training step, so it is a few stores into mapped memory, and nothing raises.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import struct
+import sys
+from collections.abc import Hashable
+from contextlib import suppress
+from pathlib import Path
+from threading import get_ident
+from time import monotonic
+from types import CodeType, FrameType
+from typing import Any
+from weakref import WeakSet
+
+from lockstep.blackbox import layout, processes, sites
+from lockstep.blackbox.snapshot import Raw
+
+_PACK = layout.RECORD_OF_CALL.pack_into
+_EVENTS = layout.EVENTS
+_EVENT_MASK = layout.EVENT_SLOTS - 1
+_ENTERED, _LEFT = layout.ENTERED, layout.LEFT
+_MAX_PASSED = 4096
+_MAX_CALLS = 1024
+_EMPTY = object()
+_frame_at = sys._getframe
+
+
+class NoBox:
+    """Takes what a box takes and keeps nothing: for a rank that has no run directory, or whose disk is full."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self, reason: str = "there is no run directory") -> None:
+        self.reason = reason
+        """Why there is no box."""
+
+    def enter(self, name: str, signature: Hashable = None, depth: int = 1) -> int:
+        """See ``Box``."""
+        return 0
+
+    def leave(self, seq: int, refused: bool = False) -> None:
+        """See ``Box``."""
+
+    def phase(self, name: str, site: bool = False) -> None:
+        """See ``Box``."""
+
+    def step(self, number: int) -> None:
+        """See ``Box``."""
+
+    def recovering(self, inside: bool) -> None:
+        """See ``Box``."""
+
+    def generation(self, number: int) -> None:
+        """See ``Box``."""
+
+    def pace(self, data: float, forward: float, backward: float, wait: float) -> None:
+        """See ``Box``."""
+
+    def raw(self, raw: Raw | None) -> None:
+        """See ``Box``."""
+
+    def beat(self) -> None:
+        """See ``Box``."""
+
+    def mark(self) -> tuple[int, int, int]:
+        """See ``Box``."""
+        return (0, 0, 0)
+
+    def close(self, how: str, words: str = "") -> None:
+        """See ``Box``."""
+
+
+class _Texts:
+    """One table of texts in the file. A new text takes the place of the oldest: the table never fills up."""
+
+    __slots__ = ("_keys", "_next", "_table", "known")
+
+    def __init__(self, table: layout.Table) -> None:
+        self._table = table
+        self._keys: list[Any] = [_EMPTY] * table.slots
+        self._next = 0
+        self.known: dict[Any, tuple[int, int, object]] = {}
+        """Hash, place from 1, and what must live as long as the key does."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the next text takes another one's place."""
+        return self._keys[self._next] is not _EMPTY
+
+    def add(self, buffer: Any, words: memoryview, key: Hashable, text: str, kept: object = None) -> tuple[int, int]:
+        """Write a text; what it is named by in records from now on."""
+        slot = self._next
+        self._next = (slot + 1) % self._table.slots
+        self.known.pop(self._keys[slot], None)
+        mark = layout.hash_text(text)
+        data = layout.fit(text, mark, self._table)
+        start = self._table.start + slot * self._table.size
+        first, last = start // layout.WORD, (start + self._table.size) // layout.WORD - 1
+        # Both ends are zero while the text changes, whichever end a reader begins at.
+        words[first] = 0
+        words[last] = 0
+        words[first + 1] = len(data)
+        text_start = start + 2 * layout.WORD
+        buffer[text_start : text_start + len(data)] = data
+        words[last] = mark
+        words[first] = mark
+        self._keys[slot] = key
+        self.known[key] = (mark, slot + 1, kept)
+        return mark, slot + 1
+
+
+class Box(NoBox):
+    """Writes what one rank does. One thread enters and leaves; the reporter's thread has ``raw`` and ``beat``."""
+
+    __slots__ = (
+        "__weakref__",
+        "_base",
+        "_buffer",
+        "_calls",
+        "_depth",
+        "_doubles",
+        "_names",
+        "_number",
+        "_owner",
+        "_paces",
+        "_passed",
+        "_phases",
+        "_raws",
+        "_signatures",
+        "_siteless",
+        "_sites",
+        "_step",
+        "_words",
+        "path",
+    )
+
+    def __init__(self, path: Path, buffer: mmap.mmap) -> None:
+        super().__init__("")
+        self.path = path
+        """Where the file is."""
+        self._attach(buffer)
+        self._names = _Texts(layout.NAMES)
+        self._sites = _Texts(layout.SITES)
+        self._signatures = _Texts(layout.SIGNATURES)
+        for nothing in (None, "", ()):
+            self._signatures.known[nothing] = (layout.ANY, layout.NOWHERE, None)
+        self._passed: dict[int, CodeType] = {}
+        self._calls: dict[tuple[int | None, str, Hashable], bytes] = {}
+        self._siteless: dict[str, bytes] = {}
+        self._owner = 0
+        self._depth = 0
+        self._base = 0
+        self._number = 0
+        self._step = 1
+        self._phases = 0
+        self._paces = 0
+        self._raws = 0
+        _open_boxes.add(self)
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        *,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        node: int,
+        host: str,
+        pid: int,
+        attempt: str = "",
+    ) -> Box:
+        """A new box in place of an older one; the file appears complete. OSError when it cannot be made."""
+        header = layout.Header(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            node=node,
+            host=host,
+            pid=pid,
+            started=processes.started(pid),
+            machine=layout.this_machine(),
+            attempt=attempt,
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+        file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _fill(file, header.pack())
+            buffer = mmap.mmap(file, layout.SIZE)
+            for page in range(0, layout.SIZE, mmap.PAGESIZE):
+                buffer[page] = buffer[page]  # the page fault happens here, not in a training step
+            os.replace(unfinished, path)
+        except (OSError, ValueError):
+            with suppress(OSError):
+                os.unlink(unfinished)
+            raise
+        finally:
+            os.close(file)
+        return cls(path, buffer)
+
+    # ------------------------------------------------------------ collectives
+
+    def enter(self, name: str, signature: Hashable = None, depth: int = 1) -> int:
+        """A collective begins; its number among those of this generation, for ``leave``.
+
+        ``signature`` is what must agree between the ranks, a text or a tuple; nothing or empty where they may differ.
+        The user's line is looked for from the caller outwards, or from its caller (``depth`` 2), and so on.
+
+        One that begins inside another is a part of it and has no number: it gives 0. Another thread than the one that
+        entered first gives -1 and is not recorded: its collectives are in no order with these.
+        """
+        if get_ident() != self._owner:
+            if self._owner:
+                return -1
+            self._owner = get_ident()
+        if self._depth:
+            self._depth += 1
+            return 0
+        try:
+            frame: Any = _frame_at(depth)
+            passed = self._passed
+            while id(frame.f_code) in passed:
+                frame = frame.f_back
+            constant = self._calls[(id(frame.f_code) << 24) + frame.f_lasti, name, signature]
+        except Exception:  # new here, or cannot be a key, or no frame: the way that copes with everything
+            constant = self._learn(name, signature, depth + 1)
+        number = self._number = self._number + 1
+        stamp = self._base + number
+        _PACK(self._buffer, _EVENTS + (number & _EVENT_MASK) * 64, stamp, constant, monotonic(), self._step, stamp)
+        self._words[_ENTERED] = stamp
+        self._depth = 1
+        return number
+
+    def leave(self, seq: int, refused: bool = False) -> None:
+        """The collective that got this number has ended, well or with an exception; parts of it end with it.
+
+        ``refused`` when it ended with an error here, so that nothing it would have brought was used.
+        """
+        if seq > 0:
+            # Another number, or none under way: the generation has changed since.
+            if seq == self._number and self._depth:
+                if refused:
+                    self._buffer[_EVENTS + (seq & _EVENT_MASK) * 64 + layout.FLAG_BYTE] = layout.REFUSED
+                self._words[_LEFT] = self._base + seq
+                self._depth = 0
+        elif seq == 0 and self._depth > 1:
+            self._depth -= 1
+
+    def generation(self, number: int) -> None:
+        """A new process group: collectives are counted from 1 again, by whichever thread enters first."""
+        self._base = (number & 0x7FFFFF) << layout.NUMBER_BITS
+        self._number = self._depth = self._owner = 0
+        # Should the same generation come twice, its numbers do: no peer may find those of the first time.
+        self._buffer[_EVENTS : layout.PACES] = bytes(layout.PACES - _EVENTS)
+        # In this order: a reader that sees the new generation entered finds nothing left of the old one to be in.
+        self._words[_LEFT] = self._base
+        self._words[_ENTERED] = self._base
+
+    # ------------------------------------------------------------ between them
+
+    def phase(self, name: str, site: bool = False) -> None:
+        """What the rank does from now on, outside collectives: "data", "forward", …; "" when that is not known."""
+        constant = None if site else self._siteless.get(name)
+        if constant is None:
+            constant = self._learn_phase(name, site)
+        count = self._phases = self._phases + 1
+        slot = layout.PHASES + (count & (layout.PHASE_SLOTS - 1)) * 64
+        _PACK(self._buffer, slot, count, constant, monotonic(), self._step, count)
+        self._words[layout.PHASE_COUNT] = count
+
+    def step(self, number: int) -> None:
+        """So many updates have been made."""
+        self._step = number + 1
+        self._words[layout.STEP] = number
+
+    def recovering(self, inside: bool) -> None:
+        """Whether the rank is in a scope that survives failures."""
+        self._words[layout.RECOVERING] = 1 if inside else 0
+
+    def pace(self, data: float, forward: float, backward: float, wait: float) -> None:
+        """Seconds that one step took up to its first collective, by phase, and those it waited in it."""
+        count = self._paces = self._paces + 1
+        slot = layout.PACES + (count & (layout.PACE_SLOTS - 1)) * layout.PACE.size
+        layout.PACE.pack_into(self._buffer, slot, data, forward, backward, wait)
+        self._words[layout.PACE_COUNT] = count
+
+    # ------------------------------------------------------------ from the reporter's thread
+
+    def raw(self, raw: Raw | None) -> None:
+        """The collective of torch's own that is under way, or none."""
+        version = self._raws = self._raws + 1
+        words, buffer = self._words, self._buffer
+        start = layout.RAWS + (version % layout.RAW_SLOTS) * layout.RAW_SIZE
+        first, last = start // layout.WORD, (start + layout.RAW_SIZE) // layout.WORD - 1
+        words[first] = 0
+        words[last] = 0
+        texts = [
+            getattr(raw, field, "").encode(errors="backslashreplace")[:room] for field, room in layout.RAW_ROOM.items()
+        ]
+        place = start + layout.WORD
+        number, since = (raw.number, raw.since) if raw is not None else (0, 0.0)
+        layout.RAW.pack_into(buffer, place, int(raw is not None), number, since, *map(len, texts))
+        place += layout.RAW.size
+        joined = b"".join(texts)
+        buffer[place : place + len(joined)] = joined
+        words[last] = version
+        words[first] = version
+
+    def mark(self) -> tuple[int, int, int]:
+        """Generation, collectives entered and left: it changes whenever the rank moves."""
+        entered, left = self._words[_ENTERED], self._words[_LEFT]
+        low = (1 << layout.NUMBER_BITS) - 1
+        return entered >> layout.NUMBER_BITS, entered & low, left & low
+
+    def beat(self) -> None:
+        """The reporter has looked up."""
+        self._doubles[layout.BEAT] = monotonic()
+
+    # ------------------------------------------------------------ the end
+
+    def close(self, how: str, words: str = "") -> None:
+        """The rank leaves the job: "finished", or "failed" with the exception's first line. The first call counts."""
+        code = {word: number for number, word in layout.CLOSED.items()}.get(how, 2)
+        data = words.encode(errors="backslashreplace")[: layout.CLOSING_ROOM - layout.WORD]
+        start = layout.CLOSING + 2 * layout.WORD
+        self._buffer[start : start + len(data)] = data
+        self._words[layout.CLOSING // layout.WORD + 1] = len(data)
+        self._words[layout.CLOSING // layout.WORD] = code  # last: who sees it finds the words
+        self._detach()
+
+    def _attach(self, buffer: mmap.mmap | bytearray) -> None:
+        self._buffer: Any = buffer
+        self._words = memoryview(buffer).cast("B").cast("Q")
+        self._doubles = memoryview(buffer).cast("B").cast("d")
+
+    def _detach(self) -> None:
+        """Go on in memory that nobody reads; the file is let go of when no thread is in it any more."""
+        self._attach(bytearray(layout.SIZE))
+
+    # ------------------------------------------------------------ texts that are new
+
+    def _learn(self, name: str, signature: Hashable, depth: int) -> bytes:
+        """The constant part of a collective's record, its texts written where they are new."""
+        key, site_hash, site = self._find_site(depth + 1)
+        name_hash, title = self._find(self._names, name)
+        signature_hash, sign = self._find(self._signatures, signature)
+        constant = layout.CALL.pack(name_hash, signature_hash, site_hash, title, sign, site, layout.PLAIN)
+        if len(self._calls) >= _MAX_CALLS:
+            self._calls.clear()
+        with suppress(TypeError):
+            self._calls[key, name, signature] = constant
+        return constant
+
+    def _learn_phase(self, name: str, site: bool) -> bytes:
+        _, site_hash, place = self._find_site(3) if site else (None, layout.ANY, layout.NOWHERE)
+        name_hash, title = self._find(self._names, name)
+        constant = layout.CALL.pack(name_hash, layout.ANY, site_hash, title, layout.NOWHERE, place, layout.PLAIN)
+        if not site:
+            self._siteless[name] = constant
+        return constant
+
+    def _find_site(self, depth: int) -> tuple[int | None, int, int]:
+        """The user's line: the key it is known by, the hash and place of its text."""
+        if len(self._passed) > _MAX_PASSED:
+            self._passed.clear()
+        try:
+            frame: FrameType = sites.find_user_frame(_frame_at(depth), self._passed)
+        except ValueError:  # not so many frames
+            return None, layout.ANY, layout.NOWHERE
+        key = (id(frame.f_code) << 24) + frame.f_lasti
+        known = self._sites.known.get(key)
+        if known is not None:
+            return key, *known[:2]
+        return key, *self._add(self._sites, key, sites.spell_site(frame), frame.f_code)
+
+    def _find(self, texts: _Texts, key: Hashable) -> tuple[int, int]:
+        """Hash and place of a name or a signature."""
+        try:
+            known = texts.known.get(key)
+        except TypeError:  # it has a list in it
+            key = layout.spell(key)
+            known = texts.known.get(key)
+        return known[:2] if known is not None else self._add(texts, key, layout.spell(key))
+
+    def _add(self, texts: _Texts, key: Hashable, text: str, kept: object = None) -> tuple[int, int]:
+        if texts.full:
+            # Another text loses its place now: nothing may name it by that any more.
+            self._calls.clear()
+            self._siteless.clear()
+        return texts.add(self._buffer, self._words, key, text, kept)
+
+
+_open_boxes: WeakSet[Box] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a child made by fork: the box stays its parent's, whatever the child calls."""
+    for box in list(_open_boxes):
+        box._detach()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def open_box(
+    path: Path | None,
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    node: int,
+    host: str,
+    pid: int,
+    attempt: str = "",
+) -> Box | NoBox:
+    """The rank's box; where none can be made, a ``NoBox`` that says why."""
+    if path is None:
+        return NoBox()
+    try:
+        return Box.create(
+            path,
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            node=node,
+            host=host,
+            pid=pid,
+            attempt=attempt,
+        )
+    except (OSError, ValueError, struct.error) as error:
+        return NoBox(f"{path} could not be made ({error})")
+
+
+def _fill(file: int, header: bytes) -> None:
+    """Give the file its whole length on the disk now: a store into a page that has no room there ends the process."""
+    data = memoryview(header.ljust(layout.SIZE, b"\0"))
+    while data:
+        data = data[os.write(file, data) :]
+    # Some file systems only promise the room for what was written; not all systems can do this.
+    with suppress(AttributeError):
+        try:
+            os.posix_fallocate(file, 0, layout.SIZE)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise

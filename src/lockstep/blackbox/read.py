@@ -1,0 +1,282 @@
+"""Reading black boxes: while the rank writes, and after it has died.
+
+Read with ``pread``, not mapped: a file that somebody cuts short while it is mapped would end the reader.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from lockstep.blackbox import layout, processes
+from lockstep.blackbox.layout import Header, Table
+from lockstep.blackbox.snapshot import Op, Raw, Snapshot
+
+HISTORY = 64
+"""Collectives that a snapshot holds unless told otherwise; the box itself holds ``layout.EVENT_SLOTS``."""
+PATTERN = "rank_*.box"
+_TRIES = 20
+_word = struct.Struct("@Q")
+_double = struct.Struct("@d")
+
+
+def read_box(path: Path, history: int = HISTORY) -> Snapshot | None:
+    """What a box says; None when there is none, or it is no box of this version. ``alive`` is not looked at."""
+    found = _read(path, history)
+    return found[1] if found is not None else None
+
+
+def read_all(folder: Path, alive: bool = True, history: int = HISTORY) -> list[Snapshot]:
+    """All boxes of a folder, by rank; with ``alive``, those of this machine say whether the process lives."""
+    machine = layout.this_machine()
+    snapshots = []
+    for path in folder.glob(PATTERN):
+        found = _read(path, history)
+        if found is None:
+            continue
+        header, snapshot = found
+        if alive and header.machine == machine:
+            life = processes.look(header.pid, header.started)
+            if not life.alive:
+                # What it wrote between the first look and its end is there now.
+                header, snapshot = _read(path, history) or found
+            snapshot = replace(snapshot, alive=life.alive, paused=life.paused)
+        snapshots.append(snapshot)
+    return sorted(snapshots, key=lambda snapshot: snapshot.rank)
+
+
+def read_header(path: Path) -> Header | None:
+    """Who writes a box."""
+    try:
+        file = _open(path)
+    except OSError:
+        return None
+    try:
+        return Header.unpack(os.pread(file, layout.HEADER_SIZE, 0))
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+
+
+# ---------------------------------------------------------------- one box
+
+
+def _open(path: Path) -> int:
+    """Open a file for reading; OSError unless it is one of a box's size. A pipe of that name does not block."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        about = os.fstat(file)
+        if not stat.S_ISREG(about.st_mode) or about.st_size != layout.SIZE:
+            raise OSError(f"{path} is no black box")
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _read(path: Path, history: int) -> tuple[Header, Snapshot] | None:
+    try:
+        file = _open(path)
+    except (OSError, ValueError):
+        return None
+    try:
+        snapshot = None
+        for attempt in range(_TRIES):
+            if attempt:
+                time.sleep(0)  # on one core the writer needs its turn
+            snapshot = _look(file, history, final=attempt == _TRIES - 1)
+            if snapshot is not None:
+                break
+        return snapshot
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+
+
+def _look(file: int, history: int, final: bool) -> tuple[Header, Snapshot] | None:
+    """One look; None when it has to be repeated, unless it is the final one, or when this is no box."""
+    # The stamp that is written last is read first, and before everything it stands for. Entered before left: if the
+    # rank leaves in between, it looks as if it had left just now, and never as if it had left what it did not enter.
+    (entered,) = _word.unpack(_exactly(file, 8, layout.ENTERED * 8))
+    (left,) = _word.unpack(_exactly(file, 8, layout.LEFT * 8))
+    data = _exactly(file, layout.SIZE, 0)
+    header = Header.unpack(data)
+    if header is None:
+        raise OSError("no box")
+    generation, number = entered >> layout.NUMBER_BITS, entered & layout.NUMBER_MASK
+    done = min(left & layout.NUMBER_MASK, number)
+    if left >> layout.NUMBER_BITS != generation:
+        # Seen while the generation changes.
+        generation, number, done = left >> layout.NUMBER_BITS, 0, 0
+    past = _past(data, generation, number, history)
+    inside = number > done
+    if inside and (not past or past[-1].seq != number):
+        # The rank has gone on meanwhile, so far that its ring came round.
+        if not final:
+            return None
+        inside = False
+    phase, place, since = _phase(data)
+    code, words = _closing(data)
+    (beat,) = _double.unpack_from(data, layout.BEAT * 8)
+    return header, Snapshot(
+        rank=header.rank,
+        world_size=header.world_size,
+        local_rank=header.local_rank,
+        node=header.node,
+        host=header.host,
+        pid=header.pid,
+        attempt=header.attempt,
+        closed=code,
+        words=words,
+        generation=generation,
+        recovering=bool(_at(data, layout.RECOVERING)),
+        entered=number,
+        left=number if not inside else done,
+        op=past[-1] if inside else None,
+        phase=phase,
+        phase_site=place,
+        phase_since=since,
+        step=_at(data, layout.STEP),
+        raw=_raw(data),
+        history=past,
+        beat=beat,
+        pace=_pace(file, data),
+        now=time.monotonic(),
+    )
+
+
+def _exactly(file: int, size: int, start: int) -> bytes:
+    data = os.pread(file, size, start)
+    if len(data) != size:
+        raise OSError("the file has become shorter")
+    return data
+
+
+def _at(data: bytes, word: int) -> int:
+    return int(_word.unpack_from(data, word * layout.WORD)[0])
+
+
+# ---------------------------------------------------------------- its parts
+
+
+def _past(data: bytes, generation: int, number: int, history: int) -> tuple[Op, ...]:
+    """The latest collectives up to this number, oldest first: without a gap, and only those that are whole."""
+    return tuple(islice(_backwards(_Texts(data), generation, number), max(history, 1)))[::-1]
+
+
+def _backwards(texts: _Texts, generation: int, number: int) -> Iterator[Op]:
+    for seq in range(number, max(number - layout.EVENT_SLOTS, 0), -1):
+        slot = layout.EVENTS + seq % layout.EVENT_SLOTS * layout.RECORD_SIZE
+        op = _record(texts, slot, generation << layout.NUMBER_BITS | seq)
+        if op is None:
+            return
+        yield op
+
+
+def _record(texts: _Texts, slot: int, stamp: int) -> Op | None:
+    fields = layout.RECORD.unpack_from(texts.data, slot)
+    if fields[0] != stamp or fields[-1] != stamp or not all(fields):
+        return None
+    _, name_hash, signature_hash, site_hash, name_place, signature_place, site_place, flag, since, _, _ = fields
+    name = texts.find(layout.NAMES, name_place, name_hash)
+    if name is None:
+        return None
+    # A signature whose text is lost counts as one that may differ: better not compared than compared wrongly.
+    return Op(
+        seq=stamp & layout.NUMBER_MASK,
+        name=name,
+        signature=texts.find(layout.SIGNATURES, signature_place, signature_hash) or "",
+        site=texts.find(layout.SITES, site_place, site_hash) or "",
+        since=since,
+        refused=flag == layout.REFUSED,
+    )
+
+
+class _Texts:
+    """The texts in a copy of a box; most are asked for many times."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self._found: dict[tuple[int, int], str | None] = {}
+
+    def find(self, table: Table, place: int, mark: int) -> str | None:
+        """The text with this hash; None when its place holds another one by now."""
+        if place == layout.NOWHERE:
+            return ""
+        start = table.start + (place - 1) * table.size
+        key = start, mark
+        if key not in self._found:
+            self._found[key] = self._decode(table, start, mark) if 1 <= place <= table.slots else None
+        return self._found[key]
+
+    def _decode(self, table: Table, start: int, mark: int) -> str | None:
+        first, length = struct.unpack_from("@QQ", self.data, start)
+        (last,) = _word.unpack_from(self.data, start + table.size - layout.WORD)
+        if first != mark or last != mark or length > table.room:
+            return None
+        begin = start + 2 * layout.WORD
+        return self.data[begin : begin + length].decode(errors="replace")
+
+
+def _phase(data: bytes) -> tuple[str, str, float]:
+    """Name, site, and since when: of the newest phase that is whole."""
+    count = _at(data, layout.PHASE_COUNT)
+    # It may have gone on by one since the count was copied.
+    for number in range(count + 1, max(count + 1 - layout.PHASE_SLOTS, 0), -1):
+        slot = layout.PHASES + number % layout.PHASE_SLOTS * layout.RECORD_SIZE
+        op = _record(_Texts(data), slot, number)
+        if op is not None:
+            return op.name, op.site, op.since
+    return "", "", 0.0
+
+
+def _raw(data: bytes) -> Raw | None:
+    """Torch's own collective: of the two places, the newer one that is whole."""
+    newest, found = 0, None
+    for slot in range(layout.RAW_SLOTS):
+        start = layout.RAWS + slot * layout.RAW_SIZE
+        (first,) = _word.unpack_from(data, start)
+        (last,) = _word.unpack_from(data, start + layout.RAW_SIZE - layout.WORD)
+        if first == last and first > newest:
+            newest, found = first, _raw_at(data, start + layout.WORD)
+    return found
+
+
+def _raw_at(data: bytes, start: int) -> Raw | None:
+    there, number, since, *lengths = layout.RAW.unpack_from(data, start)
+    if not there or sum(lengths) > sum(layout.RAW_ROOM.values()):
+        return None
+    place = start + layout.RAW.size
+    texts = {}
+    for field, length in zip(layout.RAW_ROOM, lengths, strict=True):
+        texts[field] = data[place : place + length].decode(errors="replace")
+        place += length
+    return Raw(number=number, since=since, **texts)
+
+
+def _closing(data: bytes) -> tuple[str, str]:
+    start = layout.CLOSING
+    code, length = struct.unpack_from("@QQ", data, start)
+    begin = start + 2 * layout.WORD
+    if code not in layout.CLOSED or not code:
+        return "", ""
+    return layout.CLOSED[code], data[begin : begin + min(length, layout.CLOSING_ROOM)].decode(errors="replace")
+
+
+def _pace(file: int, data: bytes) -> tuple[tuple[float, float, float, float], ...]:
+    """The latest steps, without those that may have been written over while they were copied."""
+    count = _at(data, layout.PACE_COUNT)
+    (after,) = _word.unpack(_exactly(file, 8, layout.PACE_COUNT * layout.WORD))
+    oldest = max(after + 1 - layout.PACE_SLOTS, 0) + 1
+    return tuple(
+        layout.PACE.unpack_from(data, layout.PACES + number % layout.PACE_SLOTS * layout.PACE.size)
+        for number in range(oldest, count + 1)
+    )

@@ -1,0 +1,394 @@
+"""From the boxes of all ranks to one finding: who waits where, for whom, and whether that can ever end.
+
+A pure function: it looks at no clock and no file. What it rests on:
+
+- The n-th collective of one rank meets the n-th of every other, and what a rank's n-th was never changes. So two ranks
+  whose n-th differ are out of step for certain, at whatever moment each box was read.
+- Different numbers prove nothing: ranks leave a collective at different times.
+- A rank that lives and is in no collective may still come, however late.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from lockstep.blackbox.snapshot import Op, Snapshot
+from lockstep.guard import causes
+from lockstep.guard.diagnosis import Diagnosis, Place
+from lockstep.guard.job import Job, is_gone, raw_waited, waited
+from lockstep.guard.whereabouts import by_place, ending, label, raw_name, span, state, whereabouts
+
+# Nobody leaves these before everybody has come.
+_MEETING = ("all_reduce", "allreduce", "all_gather", "allgather", "all_to_all", "alltoall", "barrier", "reduce_scatter")
+_SAME_SHAPES = ("all_reduce", "allreduce", "all_gather", "allgather", "_allgather_base", "reduce_scatter")
+_COMPANY = "join"
+"""How a collective is called in which a rank that has run out of batches answers whatever the others do."""
+
+
+def diagnose(boxes: Sequence[Snapshot], *, blocked_for: float = 1.0, stall: float = 30.0) -> Diagnosis | None:
+    """The finding that matters most, or None while nothing is wrong.
+
+    A rank that is in one collective for ``blocked_for`` seconds counts as waiting. What may still end by itself is a
+    finding only after ``stall`` seconds.
+    """
+    if not boxes or max(box.world_size for box in boxes) < 2:
+        return None
+    job = Job(boxes=sorted(boxes, key=lambda box: box.rank), blocked_for=blocked_for, stall=stall)
+    doubtful = None
+    for rule in (_different, _gone, _raw, _missing):
+        found = rule(job)
+        if found is None:
+            continue
+        if found.certain:
+            return found
+        doubtful = doubtful or (found if found.seconds >= stall else None)
+    return doubtful
+
+
+def _finding(
+    job: Job,
+    *,
+    kind: str,
+    certain: bool,
+    involved: Sequence[Snapshot],
+    headline: str,
+    waiting: tuple[Place, ...],
+    missing: tuple[Place, ...] = (),
+    together: str,
+    seconds: float,
+    why: causes.Why,
+) -> Diagnosis:
+    if any(box.recovering for box in involved):
+        why = causes.recovering(why)
+        headline = f"{headline.rstrip('.')}, while recovering from a failure."
+    elif job.reforming and not certain:
+        headline = f"{headline.rstrip('.')}, while the process group is being formed again."
+    # Where the calls themselves differ, the lines say nothing more.
+    apart = job.apart if not kind.startswith("different") else ()
+    return Diagnosis(
+        kind=kind,
+        certain=certain,
+        headline=headline[:1].upper() + headline[1:],
+        waiting=waiting,
+        missing=missing,
+        apart=apart,
+        together=together,
+        cause=f"{why.cause} {causes.apart(apart)}" if apart else why.cause,
+        fix=why.fix,
+        seconds=seconds,
+        stacks=job.stacks((*missing, *waiting)),
+    )
+
+
+# --- two ranks mean different things by one number -----------------------------------------------------------------
+
+
+def _different(job: Job) -> Diagnosis | None:
+    number = _first_difference(job)
+    if number is None:
+        return None
+    calls = [(box, job.histories[box.rank][number]) for box in job.members if number in _settled(job, box)]
+    names = {op.name for _, op in calls}
+    kind = "different ops" if len(names) > 1 else "different arguments"
+    waiting = by_place(
+        (box.rank, (_standing(box, op), op.site, op.signature if kind == "different arguments" else _for(box, op)))
+        for box, op in calls
+    )
+    involved = [box for box, _ in calls]
+    if kind == "different ops":
+        why = causes.different_ops(number, _by_call(calls), job.histories)
+        headline = _and([state(place) for place in waiting]) + "."
+    else:
+        op = calls[0][1]
+        what = causes.what_differs([op.signature for _, op in calls if op.signature])
+        why = causes.different_arguments(op, what)
+        headline = f"The ranks called {label(op)} with different {what}."
+    return _finding(
+        job,
+        kind=kind,
+        certain=job.is_certain(involved),
+        involved=involved,
+        headline=headline,
+        waiting=waiting,
+        together=job.together(before=number),
+        seconds=max(box.now - op.since for box, op in calls),
+        why=why,
+    )
+
+
+def _settled(job: Job, box: Snapshot) -> dict[int, Op]:
+    """Collectives that it has completed, or waits in, or died in."""
+    history = job.histories[box.rank]
+    if box.op is None or is_gone(box) or box.now - box.op.since >= job.blocked_for:
+        return history
+    return {number: op for number, op in history.items() if number != box.op.seq}
+
+
+def _first_difference(job: Job) -> int | None:
+    seen: dict[int, tuple[str, str]] = {}
+    different: set[int] = set()
+    for box in job.members:
+        for number, op in _settled(job, box).items():
+            if op.name.startswith(_COMPANY):
+                continue
+            meant = seen.setdefault(number, (op.name, op.signature))
+            if meant[0] != op.name:
+                different.add(number)
+            elif meant[1] != op.signature:
+                if not meant[1]:
+                    seen[number] = (op.name, op.signature)
+                elif op.signature:
+                    different.add(number)
+    return min((number for number in different if not _is_refused(job, number)), default=None)
+
+
+def _is_refused(job: Job, number: int) -> bool:
+    """Whether every rank got an error for it: then all know, and none used what it would have brought."""
+    found = [history[number] for history in job.histories.values() if number in history]
+    return len(found) == len(job.members) and all(op.refused for op in found)
+
+
+def _standing(box: Snapshot, op: Op) -> str:
+    if is_gone(box):
+        return f"ended in {label(op)}" if box.left < op.seq else f"had left {label(op)}"
+    if box.op is not None and box.op.seq == op.seq:
+        return f"wait in {label(op)}"
+    return f"were refused {label(op)}" if op.refused else f"have left {label(op)}"
+
+
+def _for(box: Snapshot, op: Op) -> str:
+    return f"for {span(box.now - op.since)}" if box.op is not None and box.op.seq == op.seq else ""
+
+
+def _by_call(calls: Iterable[tuple[Snapshot, Op]]) -> list[causes.Call]:
+    groups: dict[tuple[str, str], tuple[Op, list[int]]] = {}
+    for box, op in calls:
+        groups.setdefault((op.name, op.site), (op, []))[1].append(box.rank)
+    return [causes.Call(op=op, ranks=tuple(ranks)) for op, ranks in groups.values()]
+
+
+def _and(parts: Sequence[str], most: int = 3) -> str:
+    if len(parts) > most:
+        return f"{', '.join(parts[:most])}, and more"
+    return ", ".join(parts)
+
+
+# --- somebody will never come --------------------------------------------------------------------------------------
+
+
+def _gone(job: Job) -> Diagnosis | None:
+    waiters = [box for box in job.here if waited(box) >= job.blocked_for]
+    furthest = max((box.op.seq for box in waiters if box.op), default=0)
+    # A box of an older group says nothing about numbers of this one, only that its rank is not there.
+    gone = [box for box in job.boxes if is_gone(box) and (box.generation < job.generation or box.left < furthest)]
+    if waiters and gone:
+        least = min(box.left if box.generation == job.generation else 0 for box in gone)
+        waiters = [box for box in waiters if box.op and box.op.seq > least]
+        waiting = by_place((box.rank, _waiting(box)) for box in waiters)
+        certain = job.is_certain([*waiters, *gone])
+        seconds = max(waited(box) for box in waiters)
+    else:
+        waiters = [box for box in job.here if box.op is None and raw_waited(box) >= job.blocked_for]
+        gone = [box for box in job.boxes if is_gone(box)]
+        if not waiters or not gone:
+            return None
+        waiting = by_place((box.rank, whereabouts(box)) for box in waiters)
+        # A rank may be past a broadcast that others are still in; past an all-reduce it is only with all others.
+        proven = any(box.raw and not box.raw.group and _is_meeting(box.raw.name) for box in waiters)
+        certain = proven and any(not box.alive for box in gone) and job.is_certain([*waiters, *gone])
+        seconds = max(raw_waited(box) for box in waiters)
+    missing = _first_to_blame(by_place((box.rank, _ended(box)) for box in gone))
+    headline = f"{_and([state(place) for place in missing])}; {_and([state(place) for place in waiting])}"
+    return _finding(
+        job,
+        kind="gone",
+        certain=certain,
+        involved=[*waiters, *gone],
+        headline=f"{headline}, which cannot end without {'it' if len(gone) == 1 else 'them'}.",
+        waiting=waiting,
+        missing=missing,
+        together=job.together(),
+        seconds=seconds,
+        why=causes.gone(missing[0], waiting),
+    )
+
+
+def _waiting(box: Snapshot) -> tuple[str, str, str]:
+    assert box.op is not None
+    return f"wait in {label(box.op)}", box.op.site, _for(box, box.op)
+
+
+def _ended(box: Snapshot) -> tuple[str, str, str]:
+    doing, words = ending(box)
+    if box.op is not None and box.closed != "finished":
+        return f"{doing} in {label(box.op)}", box.op.site, words
+    return doing, box.phase_site if box.closed != "finished" else "", words
+
+
+def _first_to_blame(places: tuple[Place, ...]) -> tuple[Place, ...]:
+    """Those that failed by themselves before those that only lost the others."""
+    return tuple(sorted(places, key=lambda place: (causes.is_follower(place), "finished" in place.doing)))
+
+
+def _is_meeting(name: str) -> bool:
+    return raw_name(name).lstrip("_").startswith(_MEETING)
+
+
+# --- torch's own collectives ---------------------------------------------------------------------------------------
+
+
+def _raw(job: Job) -> Diagnosis | None:
+    blocked = [box for box in job.here if raw_waited(box) >= job.blocked_for]
+    clash = _same_number(blocked)
+    proven = clash is not None
+    if clash is None:
+        clash = _crosswise(job, blocked)
+        if clash is None:
+            return None
+        proven = all(box.op is not None or (box.raw and _is_meeting(box.raw.name)) for box in clash)
+    waiting = by_place((box.rank, _raw_place(box)) for box in clash)
+    names = {raw_name(box.raw.name) for box in clash if box.raw is not None}
+    shapes = len(names) == 1 and all(box.raw for box in clash)
+    return _finding(
+        job,
+        kind="raw",
+        certain=proven and job.is_certain(clash),
+        involved=clash,
+        headline=f"{_and([state(place) for place in waiting])}: "
+        + ("the same call with different shapes." if shapes else "calls that do not meet."),
+        waiting=waiting,
+        together=job.together(),
+        seconds=max(max(raw_waited(box), waited(box)) for box in clash),
+        why=causes.raw(clash, shapes),
+    )
+
+
+def _same_number(blocked: Sequence[Snapshot]) -> list[Snapshot] | None:
+    """Ranks whose collective of one number in one process group differ: in kind, or in shapes that must agree."""
+    groups: Mapping[tuple[str, int], list[Snapshot]] = defaultdict(list)
+    for box in blocked:
+        if box.raw is not None and box.raw.number:
+            groups[box.raw.group, box.raw.number].append(box)
+    for members in groups.values():
+        names = {raw_name(box.raw.name) for box in members if box.raw}
+        if len(names) > 1:
+            return members
+        shapes = {box.raw.shapes for box in members if box.raw and box.raw.shapes}
+        if len(shapes) > 1 and next(iter(names)).lstrip("_").startswith(_SAME_SHAPES):
+            return members
+    return None
+
+
+def _crosswise(job: Job, blocked: Sequence[Snapshot]) -> list[Snapshot] | None:
+    """One rank in a direct call of torch, another in a collective of ours: both need everybody.
+
+    Where both numbers in torch's group are known and differ, one rank is only behind the other.
+    """
+    direct = [box for box in blocked if box.op is None and box.raw is not None and not box.raw.group]
+    behind = min((box.left for box in direct), default=0)
+    ours = [box for box in job.here if box.op and box.op.seq > behind and waited(box) >= job.blocked_for]
+    ours = [box for box in ours if not _may_compute(box)]
+    unknown = {box.rank for box in (*direct, *ours) if box.raw is None or not box.raw.number}
+    if direct and any(box.rank in unknown for box in ours):
+        return [*direct, *(box for box in ours if box.rank in unknown)]
+    if ours and any(box.rank in unknown for box in direct):
+        return [*(box for box in direct if box.rank in unknown), *ours]
+    return None
+
+
+def _may_compute(box: Snapshot) -> bool:
+    """Whether it may be busy inside its collective instead of waiting: backward is mostly computing."""
+    return box.op is not None and box.op.name.startswith(("backward", _COMPANY)) and box.raw is None
+
+
+def _raw_place(box: Snapshot) -> tuple[str, str, str]:
+    if box.op is not None:
+        inside = f" (torch's {raw_name(box.raw.name)})" if box.raw is not None else ""
+        return f"wait in {label(box.op)}{inside}", box.op.site, box.raw.shapes if box.raw else ""
+    assert box.raw is not None
+    number = f" #{box.raw.number}" if box.raw.number else ""
+    return f"wait in torch's {raw_name(box.raw.name)}{number}", box.raw.site, box.raw.shapes
+
+
+# --- somebody has not come yet -------------------------------------------------------------------------------------
+
+
+def _missing(job: Job) -> Diagnosis | None:
+    waits = {box.rank: max(waited(box), raw_waited(box) if box.op is None else 0.0) for box in job.here}
+    longest = max(waits.values(), default=0.0)
+    if longest < job.stall:
+        return None
+    numbers = [box.op.seq for box in job.here if box.op and waits[box.rank] >= job.stall]
+    top = max(numbers, default=0)
+    waiting, behind = [], []
+    arriving = False
+    for box in job.boxes:
+        if box.generation != job.generation or is_gone(box):
+            behind += [box] if box.generation != job.generation or box.left < top else []
+        elif _is_behind(job, box, top):
+            behind.append(box)
+        elif waits[box.rank] >= job.blocked_for:
+            waiting.append(box)
+        else:
+            arriving = arriving or box.op is not None
+    if not behind and not job.unseen:
+        return None if arriving else _all_wait(job, waiting, longest)
+    missing = by_place((box.rank, _whereabouts(job, box)) for box in behind)
+    if job.unseen:
+        unseen = Place(ranks=tuple(job.unseen), doing="have not been heard of (other machines, or no black box)")
+        missing = (*missing, unseen)
+    places = by_place((box.rank, _waiting(box) if box.op else whereabouts(box)) for box in waiting)
+    return _finding(
+        job,
+        kind="missing",
+        certain=False,
+        involved=[*waiting, *behind],
+        headline=f"{_and([state(place) for place in places])} for {span(longest)}; "
+        f"{_and([state(place) for place in missing])}.",
+        waiting=places,
+        missing=missing,
+        together=job.together(),
+        seconds=longest,
+        why=causes.missing(missing),
+    )
+
+
+def _is_behind(job: Job, box: Snapshot, top: int) -> bool:
+    if box.op is None:
+        if box.raw is not None and raw_waited(box):
+            return top > 0 and box.left < top
+        return box.left < top or not top
+    if box.op.seq < top:
+        return True
+    # All are in the same backward: those that have started to average gradients wait for those that have not.
+    return box.op.seq == top and (box.paused or (_may_compute(box) and top in job.averaging))
+
+
+def _whereabouts(job: Job, box: Snapshot) -> tuple[str, str, str]:
+    if is_gone(box):
+        return _ended(box)
+    if box.generation != job.generation:
+        return "have not joined the process group that the others have formed again", whereabouts(box)[1], ""
+    if box.op is None or box.paused:
+        return whereabouts(box)
+    doing = f"are computing in {label(box.op)}" if _may_compute(box) else f"are still in {label(box.op)}"
+    return doing, whereabouts(replace(box, raw=None))[1] or box.op.site, _for(box, box.op)
+
+
+def _all_wait(job: Job, waiting: Sequence[Snapshot], longest: float) -> Diagnosis:
+    places = by_place((box.rank, _waiting(box) if box.op else whereabouts(box)) for box in waiting)
+    everybody = len(waiting) == len(job.boxes)
+    return _finding(
+        job,
+        kind="all wait",
+        certain=False,
+        involved=waiting,
+        headline=f"{_and([state(place) for place in places])} for {span(longest)}: "
+        + ("all have come to it." if everybody else "the others have completed it."),
+        waiting=places,
+        together=job.together(),
+        seconds=longest,
+        why=causes.all_wait(),
+    )

@@ -1,0 +1,133 @@
+"""A thread of every rank that looks up twice a second, and says where the rank is when it does not move.
+
+While the main thread waits in a collective the GIL is free, so this thread runs. It reads torch's Flight Recorder,
+which knows of every collective that is under way, those inside DDP and those that a script starts by itself included;
+and the main thread's stack. It also ends the process when the guard has stopped the job: nothing else could.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.blackbox.snapshot import Raw
+from lockstep.guard import side
+
+INTERVAL = 0.5
+"""Seconds between two looks."""
+STILL = 0.9
+"""Seconds without a move after which the rank says where it is."""
+STOPPED = 86
+"""Exit code of a rank in a job that the guard has stopped: starting it again would only bring it back there."""
+_OURS = str(Path(__file__).resolve().parents[1])
+_FRAMES = 12
+
+
+class Reporter:
+    """The thread."""
+
+    def __init__(self, box: Any, note: Path, is_stopped: Callable[[], bool]) -> None:
+        self._box = box
+        self._note = note
+        self._is_stopped = is_stopped
+        self._main = threading.main_thread().ident
+        self._mark: tuple[int, int, int] = (0, 0, 0)
+        self._moved = time.monotonic()
+        self._raw: tuple[int, Raw] | None = None
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lockstep-reporter", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ending.set()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while not self._ending.wait(INTERVAL):
+            self.look()
+            if self._is_stopped():
+                sys.stderr.flush()
+                os._exit(STOPPED)
+
+    def look(self) -> None:
+        """Beat; and say where the rank is, if it has not moved for a while."""
+        now = time.monotonic()
+        self._box.beat()
+        mark = self._box.mark()
+        if mark != self._mark:
+            self._mark, self._moved = mark, now
+            return
+        if now - self._moved >= STILL:
+            side.write(self._note, mark, self._under_way(now), self._stack())
+
+    def _stack(self) -> tuple[str, ...]:
+        """The main thread's frames, innermost first; ours and torch's only while no frame of the user's has come."""
+        frame = sys._current_frames().get(self._main or 0)
+        lines: list[str] = []
+        while frame is not None and len(lines) < _FRAMES:
+            lines.append(f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}")
+            frame = frame.f_back
+        return tuple(lines)
+
+    def _under_way(self, now: float) -> Raw | None:
+        """Torch's latest collective, if it has not ended."""
+        dump = _flight_recorder()
+        if dump is None:
+            return None
+        entries = [entry for entry in dump.get("entries", ())[-8:] if not entry.get("retired", True)]
+        if not entries:
+            self._raw = None
+            return None
+        entry = entries[0]
+        number = int(entry.get("collective_seq_id") or 0)
+        if self._raw is None or self._raw[0] != number:
+            age = max(0.0, time.time() - entry.get("time_created_ns", time.time_ns()) / 1e9)
+            raw = Raw(
+                name=str(entry.get("profiling_name", "")).rpartition(":")[2],
+                number=number,
+                site=self._user_site(),
+                since=now - age,
+                shapes=str(entry.get("input_sizes") or ""),
+                group="" if _is_default(entry) else str(entry.get("process_group") or entry.get("pg_id")),
+            )
+            self._raw = number, raw
+        return self._raw[1]
+
+    def _user_site(self) -> str:
+        frame = sys._current_frames().get(self._main or 0)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if not name.startswith((_OURS, "<")) and "/torch/" not in name:
+                return f"{_short(name)}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+
+def _is_default(entry: dict[str, Any]) -> bool:
+    """Whether it runs in the group of all ranks."""
+    described = entry.get("process_group") or ("", "default_pg")
+    return described[-1] == "default_pg"
+
+
+def _flight_recorder() -> dict[str, Any] | None:
+    torch = sys.modules.get("torch")
+    read = getattr(getattr(getattr(torch, "_C", None), "_distributed_c10d", None), "_dump_fr_trace", None)
+    if read is None:
+        return None
+    try:
+        # Collectives, without stacks: the first look at those takes a second and more.
+        return dict(pickle.loads(read(True, False, False)))
+    except (RuntimeError, TypeError, ValueError, pickle.UnpicklingError):
+        return None
+
+
+def _short(name: str) -> str:
+    here = os.getcwd() + os.sep
+    return name.removeprefix(here)

@@ -1,0 +1,166 @@
+"""What the user's script says around a line: who comes to it, and in which loop it is."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+Reader = Callable[[str], Sequence[str]]
+"""File name -> its lines; empty where it cannot be read."""
+
+_BY_RANK = re.compile(
+    r"is_(local_|last_)?(main_)?process\b|process_index|\b(global_|local_|node_)?rank\b|get_rank\(|is_(main|master)\b"
+    r"|is_rank_?(zero|0)",
+    re.IGNORECASE,
+)
+_DECORATORS = re.compile(r"\bon_((local_)?main_|last_|local_)?process\b")
+_LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A loop around a line."""
+
+    line: int
+    """Where it begins."""
+    last: int
+    """Where it ends."""
+    text: str
+    """Its first line."""
+    endless: bool
+    """Whether it is a ``while``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is around one line."""
+
+    text: str = ""
+    """The line itself."""
+    condition: str = ""
+    """What only some ranks pass on the way to it: "under `if accelerator.is_main_process:` (line 29)"."""
+    branch: tuple[int, int] = (0, 0)
+    """First and last line of the part under that condition."""
+    choice: int = 0
+    """The line of that condition."""
+    loops: tuple[Loop, ...] = ()
+    """Its loops, innermost first."""
+
+
+def read_lines(path: str) -> Sequence[str]:
+    """The lines of a file, as it is now."""
+    with suppress(OSError):  # there may be no working directory any more
+        path = os.path.abspath(path)
+    linecache.checkcache(path)
+    return linecache.getlines(path)
+
+
+def split(site: str) -> tuple[str, int]:
+    """``train.py:27`` -> the file and the line; line 0 where there is none."""
+    path, _, line = site.rpartition(":")
+    return (path, int(line)) if path and line.isdecimal() else (site, 0)
+
+
+def setting(site: str, read: Reader) -> Setting:
+    """What is around a line of the user's."""
+    path, number = split(site)
+    lines = read(path) if number else ()
+    if not 0 < number <= len(lines):
+        return Setting()
+    text = lines[number - 1].strip()
+    try:
+        with warnings.catch_warnings():  # the script's own, which Python has shown when it ran it
+            warnings.simplefilter("ignore")
+            tree = ast.parse("".join(line if line.endswith("\n") else f"{line}\n" for line in lines))
+    except (SyntaxError, ValueError, RecursionError):
+        return Setting(text=text)
+    condition, branch, choice = "", (0, 0), 0
+    loops = []
+    for node in _around(tree, number):
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
+            loops.append(
+                Loop(
+                    line=node.lineno,
+                    last=node.end_lineno or node.lineno,
+                    text=lines[node.lineno - 1].strip(),
+                    endless=isinstance(node, ast.While),
+                )
+            )
+        if not condition:
+            condition, branch, choice = _condition(node, number, lines)
+    return Setting(text=text, condition=condition, branch=branch, choice=choice, loops=tuple(loops))
+
+
+def _around(tree: ast.AST, number: int) -> list[ast.AST]:
+    """The nodes that hold the line, innermost first; each function begins anew: its loops are its own."""
+    found: list[ast.AST] = []
+    node: ast.AST | None = tree
+    while node is not None:
+        found.append(node)
+        node = next((child for child in _statements(node) if _first(child) <= number <= _last(child)), None)
+    inner = next((place for place, item in enumerate(reversed(found)) if _is_function(item)), len(found) - 1)
+    return found[::-1][: inner + 1]
+
+
+def _statements(node: ast.AST) -> Iterator[ast.stmt]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield child
+        elif isinstance(child, (ast.ExceptHandler, ast.match_case)):
+            yield from child.body
+
+
+def _first(node: ast.stmt) -> int:
+    decorators = getattr(node, "decorator_list", ())
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def _last(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno
+
+
+def _is_function(node: ast.AST) -> bool:
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+
+
+def _condition(node: ast.AST, number: int, lines: Sequence[str]) -> tuple[str, tuple[int, int], int]:
+    """What in this node lets only some ranks come to the line."""
+    if isinstance(node, ast.If) and _BY_RANK.search(ast.unparse(node.test)) and number >= node.body[0].lineno:
+        body = node.body if number <= _last(node.body[-1]) else node.orelse
+        head = f"if {ast.unparse(node.test)}:"
+        way = f"under `{head}` (line {node.lineno})"
+        if body is node.orelse:
+            way = f"in the other branch of `{head}` (line {node.lineno})"
+        return (way, (body[0].lineno, _last(body[-1])), node.lineno) if body else ("", (0, 0), 0)
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        for decorator in node.decorator_list:
+            said = ast.unparse(decorator)
+            if _DECORATORS.search(said):
+                return (
+                    f"in {node.name}(), which `@{said}` runs on some ranks only",
+                    (node.lineno, _last(node)),
+                    node.lineno,
+                )
+    for field in ("body", "orelse"):
+        block = getattr(node, field, None)
+        if not isinstance(block, list):
+            continue
+        for statement in block:
+            if isinstance(statement, ast.If) and _last(statement) < number and _leaves_by_rank(statement):
+                block_end = _last(block[-1])
+                if _first(block[0]) <= number <= block_end:
+                    said = f"if {ast.unparse(statement.test)}:"
+                    leaves = ast.unparse(statement.body[-1])
+                    way = f"after `{said} {leaves}` (line {statement.lineno})"
+                    return way, (_last(statement) + 1, block_end), statement.lineno
+    return "", (0, 0), 0
+
+
+def _leaves_by_rank(node: ast.If) -> bool:
+    return isinstance(node.body[-1], _LEAVES) and not node.orelse and bool(_BY_RANK.search(ast.unparse(node.test)))

@@ -1,0 +1,185 @@
+"""Reads the black boxes of a machine's ranks, and tells or stops when they have fallen out of step.
+
+It runs in ``lockstep launch``, or in a rank where another launcher started the job. Nothing it does touches the ranks
+while they move: it reads their files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from lockstep.blackbox import read
+from lockstep.blackbox.snapshot import Snapshot
+from lockstep.config import env
+from lockstep.config.resolve import resolve
+from lockstep.guard import side
+from lockstep.guard.diagnose import diagnose
+from lockstep.guard.diagnosis import Diagnosis
+from lockstep.guard.explain import explain, understand
+from lockstep.rundir.place import RunDirectory
+
+INTERVAL = 0.5
+"""Seconds between two looks."""
+BLOCKED = 1.0
+"""Seconds in one collective after which a rank counts as waiting."""
+STALL = 30.0
+"""Seconds after which a wait that may still end is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A diagnosis and its text."""
+
+    diagnosis: Diagnosis
+    """What was found."""
+    text: str
+    """The same for the screen."""
+
+
+class Watcher:
+    """The thread that looks."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        *,
+        tell: Callable[[str], None],
+        stop: Callable[[Found], None],
+        stall: float = STALL,
+        elsewhere: Callable[[Sequence[Snapshot]], Sequence[Snapshot]] | None = None,
+        mine: Callable[[Snapshot], bool] = lambda box: True,
+    ) -> None:
+        self._directory = directory
+        self._tell = tell
+        self._stop = stop
+        self._stall = stall
+        self._elsewhere = elsewhere
+        self._mine = mine
+        self._before: Diagnosis | None = None
+        self._told = 0.0
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lockstep-guard", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ending.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while not self._ending.wait(INTERVAL):
+            found = self.look()
+            if found is not None and found.diagnosis.certain:
+                write_down(self._directory, found)
+                self._stop(found)
+                return
+
+    def look(self) -> Found | None:
+        """One look: a certain finding that a second look has confirmed, or None; what is not certain is told."""
+        boxes = self.boxes()
+        if not any(_suspicious(box) for box in boxes) and not _differ(boxes):
+            self._before, self._told = None, 0.0
+            return None
+        merged = [side.merged(box, side.place(self._directory.boxes, box.rank)) for box in boxes]
+        everybody = merged if self._elsewhere is None else list(self._elsewhere(merged))
+        found = diagnose(everybody, blocked_for=BLOCKED, stall=self._stall)
+        found = None if found is None else understand(found)
+        before, self._before = self._before, found
+        if found is None:
+            return None
+        if found.certain:
+            # Boxes are read one after the other; what a second look sees again was no accident of that.
+            if before is not None and before.certain and _same(before, found):
+                return Found(diagnosis=found, text=explain(found))
+            return None
+        if found.seconds >= max(self._stall, 2 * self._told):
+            self._told = found.seconds
+            shown = Found(diagnosis=found, text=explain(found))
+            write_down(self._directory, shown)
+            self._tell(shown.text)
+        return None
+
+    def boxes(self) -> list[Snapshot]:
+        """The boxes of this machine's ranks."""
+        return together([box for box in read.read_all(self._directory.boxes) if self._mine(box)])
+
+
+def together(boxes: Sequence[Snapshot]) -> list[Snapshot]:
+    """Those of the latest session, and those of processes that are gone for good.
+
+    A process can leave the job and join again; until it has, its old box says nothing about the new session.
+    """
+    latest = max((_session(box) for box in boxes if box.alive), default=None)
+    if latest is None:
+        return list(boxes)
+    names = {box.attempt for box in boxes if box.alive and _session(box) == latest}
+    return [box for box in boxes if box.attempt in names or not box.alive]
+
+
+def _session(box: Snapshot) -> int:
+    number = box.attempt.rpartition(".")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _suspicious(box: Snapshot) -> bool:
+    """Whether a rank waits, or stands still outside of our collectives."""
+    if box.op is not None:
+        return box.now - box.op.since >= BLOCKED
+    return box.alive and not box.closed and box.now - box.phase_since >= BLOCKED
+
+
+def _differ(boxes: Sequence[Snapshot]) -> bool:
+    """Whether two ranks have entered one collective with different arguments, and went on."""
+    seen: dict[tuple[int, int], tuple[str, str]] = {}
+    for box in boxes:
+        for op in box.history:
+            if op.refused:
+                continue  # it raised there, and no data was used
+            meant = seen.setdefault((box.generation, op.seq), (op.name, op.signature))
+            if meant[0] != op.name or (meant[1] and op.signature and meant[1] != op.signature):
+                return True
+    return False
+
+
+def _same(one: Diagnosis, other: Diagnosis) -> bool:
+    def at(diagnosis: Diagnosis) -> tuple[object, ...]:
+        places = (*diagnosis.waiting, *diagnosis.missing)
+        return diagnosis.kind, tuple((place.ranks, place.site) for place in places)
+
+    return at(one) == at(other)
+
+
+def read_stall(environ: Mapping[str, str]) -> float:
+    """Seconds after which a wait that may still end is told."""
+    return resolve("stall_seconds", None, STALL, environ, lambda text, name: float(env.parse_int(text, name))).value
+
+
+def write_down(directory: RunDirectory, found: Found) -> None:
+    """Keep a finding in the run directory, for people and for programs."""
+    said = {**found.diagnosis.to_dict(), "time": time.time()}
+    for path, text in ((directory.diagnosis, json.dumps(said, indent=1)), (directory.diagnosis_text, found.text)):
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        with suppress(OSError):
+            draft.write_text(text + "\n")
+            os.replace(draft, path)
+
+
+def is_stopped(directory: RunDirectory, since: float) -> bool:
+    """Whether the guard has stopped the job, after ``since``: a run directory can be used twice."""
+    try:
+        if directory.diagnosis.stat().st_mtime < since:
+            return False
+        said = json.loads(directory.diagnosis.read_text())
+        return bool(said.get("certain")) and said.get("time", 0.0) >= since
+    except (OSError, ValueError):
+        return False
