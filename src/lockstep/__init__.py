@@ -6,9 +6,11 @@ Names are loaded when they are first used, so that ``import lockstep`` and the c
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as typing has it, which takes as long to load as all the rest here
 if TYPE_CHECKING:
+    from typing import Any
+
     from lockstep.accelerator import Accelerator
     from lockstep.comm.rng import set_seed, synchronize_rng_states
     from lockstep.config.choices import DDPCommunicationHookType, DistributedType

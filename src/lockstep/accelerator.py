@@ -494,6 +494,9 @@ class Accelerator(ProcessView, DataOptions):
             loss = accumulation.weighted(self._group, loss, num_items)
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
+        box = self._group.box
+        box.phase("backward")
+        number = self._strategy.enter_backward(self._round_number())
         try:
             if num_items is not None and not num_items:
                 with silenced(self._parameters()):
@@ -504,11 +507,19 @@ class Accelerator(ProcessView, DataOptions):
             if self._group.is_consequence(error):
                 raise self._group.explain(error, "averaging gradients") from None
             raise
+        finally:
+            box.leave(number)
+            box.phase("")
         if accumulation.sync_gradients:
             if num_items is not None:
                 accumulation.settle_items(self._group, self._parameters())
             elif not accumulation.settled:
                 accumulation.settle(self._parameters())
+
+    def _round_number(self) -> int | None:
+        """Which batch of the epoch this is: the same on all ranks, unless one of them has skipped an update."""
+        loader = self._accumulation.active_loader
+        return loader.turn if isinstance(loader, PreparedDataLoader) else None
 
     def _real_samples(self) -> int:
         """How many samples of this rank's batch are no repeats."""

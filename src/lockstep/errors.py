@@ -17,8 +17,7 @@ Texts follow one form: what you set, what we saw, what to do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # as typing has it, which takes a while to load
 if TYPE_CHECKING:
     from collections.abc import Sequence
 

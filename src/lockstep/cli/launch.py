@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -39,16 +40,30 @@ _REFUSED = {
     "aws": "Amazon SageMaker",
 }
 """Beginning of a flag's name -> the engine it asks for, which is not built yet."""
+_REFUSED_SWITCHES = (
+    "use_fsdp",
+    "use_deepspeed",
+    "use_megatron_lm",
+    "use_parallelism_config",
+    "tpu",
+    "tpu_cluster",
+    "no_tpu_cluster",
+    "tpu_use_sudo",
+    "downcast_bf16",
+    "fp8_use_autocast_during_eval",
+)
+"""Those of them that take no value: what follows is not theirs."""
 
 _TORCHRUN = {
-    "nproc_per_node": "num_processes (of all machines together)",
-    "nnodes": "num_machines",
-    "node_rank": "machine_rank",
-    "master_addr": "main_process_ip",
-    "master_port": "main_process_port",
-    "standalone": "nothing: one machine is the default",
+    "nproc_per_node": "Torchrun's --nproc_per_node is --num_processes here, which counts those of all machines.",
+    "nnodes": "Torchrun's --nnodes is --num_machines here.",
+    "node_rank": "Torchrun's --node_rank is --machine_rank here.",
+    "master_addr": "Torchrun's --master_addr is --main_process_ip here.",
+    "master_port": "Torchrun's --master_port is --main_process_port here.",
+    "redirects": "Torchrun's --redirects is not needed here: output is always kept, where --log_dir says.",
+    "standalone": "Torchrun's --standalone is not needed here: one machine is the default.",
 }
-"""What torchrun calls it -> what it is called here."""
+"""What torchrun calls it -> how to say it here."""
 
 _DEBUG_TOOLS = ("underflow_overflow", "collectives")
 
@@ -73,6 +88,13 @@ def run(argv: Sequence[str]) -> int:
     if "help" in given.own:
         print(_help(given))
         return 0
+    try:
+        return _carry_out(given)
+    except KeyboardInterrupt:  # before there were processes that it could be passed on to
+        return 130
+
+
+def _carry_out(given: Given) -> int:
     from lockstep.config import env
     from lockstep.config.launch import resolve_launch
     from lockstep.launch.plan import make_plan
@@ -121,6 +143,8 @@ class Given:
         """What every rank runs."""
         from lockstep.launch.plan import Target
 
+        if "json" in self.own and "dry_run" not in self.own:
+            self.problems.append("--json is a form of what --dry_run prints. Add --dry_run, or leave --json out.")
         if "module" in self.own and "no_python" in self.own:
             self.problems.append("-m and --no_python contradict each other: a module is run by Python.")
         if not self.rest:
@@ -149,14 +173,17 @@ def read(argv: Sequence[str]) -> Given:
         name = short.get(flag) or flag.lstrip("-").replace("-", "_")
         value = text if equals else None
         before = len(words)
-        if name in options:
+        if flag not in short and not (flag.startswith("--") and flag[2:3].isalnum()):
+            _refuse(given, flag, name, value, words, options)
+        elif name in options:
             given.named.append(name)
-            _take(given, name, options[name], value, words)
+            _take(given, name, options[name], value, words, short)
             given.tokens += [word, *_consumed(argv, before, len(words))]
         elif name in _OWN:
             if _OWN[name][0] is None:
-                given.own[name] = "yes"
-            elif value is None and not words:
+                if value is None or _yes(given, name, value):
+                    given.own[name] = "yes"
+            elif value is None and _is_missing(words, short):
                 given.problems.append(f"{flag} needs a value ({_OWN[name][0]}).")
             else:
                 given.own[name] = words.pop(0) if value is None else value
@@ -170,31 +197,48 @@ def _consumed(argv: Sequence[str], before: int, after: int) -> list[str]:
     return list(argv[len(argv) - before : len(argv) - after])
 
 
-def _take(given: Given, name: str, meta: Mapping[str, Any], value: str | None, words: list[str]) -> None:
+def _is_missing(words: Sequence[str], short: Mapping[str, str]) -> bool:
+    """Whether there is no value: nothing follows, or the next flag does. A number may be negative."""
+    return not words or words[0].startswith("--") or words[0] in short
+
+
+def _take(
+    given: Given,
+    name: str,
+    meta: Mapping[str, Any],
+    value: str | None,
+    words: list[str],
+    short: Mapping[str, str],
+) -> None:
     if name == "debug":
         if value is None and words and words[0] in _DEBUG_TOOLS:
             value = words.pop(0)
         given.flags[name] = "true" if value is None else value
+        if value is not None and not all(part.strip() in _DEBUG_TOOLS for part in value.split(",")):
+            _yes(given, name, value, f", {', '.join(_DEBUG_TOOLS)}")
     elif meta["kind"] is bool:
         given.flags[name] = True if value is None else _yes(given, name, value)
-    elif value is None and not words:
+    elif value is None and _is_missing(words, short):
         given.problems.append(f"--{name} needs a value ({meta['metavar'] or ', '.join(meta['choices'])}).")
     else:
         text = words.pop(0) if value is None else value
         try:
-            given.flags[name] = meta["kind"](text)
+            number = meta["kind"](text)
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError(text)
+            given.flags[name] = number
         except ValueError:
             kind = "a whole number" if meta["kind"] is int else "a number"
             given.problems.append(f"--{name} {text} is not {kind}.")
 
 
-def _yes(given: Given, name: str, text: str) -> bool | None:
+def _yes(given: Given, name: str, text: str, more: str = "") -> bool | None:
     from lockstep.config import env
 
     try:
         return env.parse_flag(text, f"--{name}")
-    except ConfigError as error:
-        given.problems.append(str(error))
+    except ConfigError:
+        given.problems.append(f"--{name}={text} is unknown. Allowed: 1, true, yes, on, 0, false, no, off{more}.")
         return None
 
 
@@ -206,19 +250,25 @@ def _refuse(
     if engine is not None:
         given.named.append("paradigm")
         given.problems.append(f"{flag} asks for {engine}, which is not supported yet. Leave it out.")
-        if value is None and not name.startswith("use_") and name not in ("tpu", "vm") and words:
-            words.pop(0) if not words[0].startswith("-") else None
+        if name not in _REFUSED_SWITCHES:
+            _skip_value(value, words)
         return
     if name in _TORCHRUN:
-        hint = f"It is torchrun's name for --{_TORCHRUN[name]}."
+        hint = _TORCHRUN[name]
     else:
         near = difflib.get_close_matches(name, [*options, *_OWN], n=1)
         hint = f"Did you mean --{near[0]}?" if near else "`lockstep launch -h` lists the options."
     given.problems.append(
         f"{flag} is not an option of lockstep launch. {hint} Arguments of the script go after its name."
     )
-    if value is None and len(words) > 1 and not words[0].startswith("-"):
-        words.pop(0)  # most likely its value, and not the script
+    if name != "standalone":
+        _skip_value(value, words)
+
+
+def _skip_value(value: str | None, words: list[str]) -> None:
+    """Of a flag that we do not know: what follows is most likely its value, and not the script, if more follows."""
+    if value is None and len(words) > 1 and not words[0].startswith("-") and not words[0].endswith(".py"):
+        words.pop(0)
 
 
 def _engine(name: str) -> str | None:

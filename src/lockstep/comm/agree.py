@@ -77,6 +77,14 @@ def agree(group: Group, step: Callable[[], Value]) -> Agreement[Value]:
     if group.world_size == 1:
         return _alone(group, step)
     group.arm()
+    group.box.recovering(True)
+    try:
+        return _together(group, step)
+    finally:
+        group.box.recovering(group.scopes > 0)
+
+
+def _together(group: Group, step: Callable[[], Value]) -> Agreement[Value]:
     scope = group.advance()
     error: Exception | None = None
     group.scopes += 1

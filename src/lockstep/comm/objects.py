@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import verify
+from lockstep.comm.entering import enter
 from lockstep.comm.wire import gather_host
 from lockstep.errors import ConfigError
 from lockstep.topology.group import Group
@@ -31,11 +32,15 @@ def all_objects(group: Group, value: Any, doing: str = "gathering objects") -> l
     if group.world_size == 1:
         return [value]
     group.check(doing)
-    payload = pickle.dumps(value)
-    frames = gather_host(group, _frame(payload, _FRAME), doing).numpy()
-    longest = max(_length(frame) for frame in frames)
-    if longest > _FRAME - _HEADER:
-        frames = gather_host(group, _frame(payload, longest + _HEADER), doing).numpy()
+    number = enter(group, doing)
+    try:
+        payload = pickle.dumps(value)
+        frames = gather_host(group, _frame(payload, _FRAME), doing).numpy()
+        longest = max(_length(frame) for frame in frames)
+        if longest > _FRAME - _HEADER:
+            frames = gather_host(group, _frame(payload, longest + _HEADER), doing).numpy()
+    finally:
+        group.box.leave(number)
     return [_open(frame) for frame in frames]
 
 
@@ -81,9 +86,13 @@ def gather_object(group: Group, value: Any) -> Any:
             f"gather_object joins the ranks' lists; it got a {type(value).__name__}. Put it into a list: "
             "gather_object([value])."
         )
-    if group.debug:
-        verify.check(group, "gather_object")
-    return [item for items in all_objects(group, list(value)) for item in items]
+    number = enter(group, "gather_object")
+    try:
+        if group.debug:
+            verify.check(group, "gather_object")
+        return [item for items in all_objects(group, list(value)) for item in items]
+    finally:
+        group.box.leave(number)
 
 
 def broadcast_object_list(group: Group, object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -94,15 +103,19 @@ def broadcast_object_list(group: Group, object_list: list[Any], from_process: in
         )
     if group.world_size == 1:
         return object_list
-    if group.debug:
-        verify.check(group, "broadcast_object_list", extra=f"from process {from_process}")
-    group.check("broadcasting objects")
     sender = group.rank == from_process
-    payload = pickle.dumps(list(object_list)) if sender else b""
-    frame = _broadcast(group, _frame(payload, _FRAME), from_process)
-    length = _length(frame.numpy())
-    if length > _FRAME - _HEADER:
-        frame = _broadcast(group, _frame(payload, length + _HEADER), from_process)
+    number = enter(group, f"broadcast_object_list (from process {from_process})")
+    try:
+        if group.debug:
+            verify.check(group, "broadcast_object_list", extra=f"from process {from_process}")
+        group.check("broadcasting objects")
+        payload = pickle.dumps(list(object_list)) if sender else b""
+        frame = _broadcast(group, _frame(payload, _FRAME), from_process)
+        length = _length(frame.numpy())
+        if length > _FRAME - _HEADER:
+            frame = _broadcast(group, _frame(payload, length + _HEADER), from_process)
+    finally:
+        group.box.leave(number)
     if not sender:
         object_list[:] = _open(frame.numpy())
     return object_list

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import trees, verify
+from lockstep.comm.entering import enter, spell, spell_tree
 from lockstep.comm.wire import all_gather, gather_host
 from lockstep.errors import ConfigError, DistributedOperationException
 from lockstep.topology.group import Group
@@ -126,9 +127,13 @@ def gather(group: Group, tree: Any) -> Any:
         return tree
     if isinstance(tree, Tensor):
         group.check("gathering tensors")
-        if group.debug:
-            verify.check(group, "gather", tree)
-        return _gather_one(group, tree)
+        number = enter(group, "gather", spell((tree.shape, tree.dtype)))
+        try:
+            if group.debug:
+                verify.check(group, "gather", tree)
+            return _gather_one(group, tree)
+        finally:
+            group.box.leave(number)
     leaves, signature = trees.flatten(tree)
     if signature not in group.memo:
         trees.require_tensors(leaves, tree, "gather")
@@ -138,9 +143,13 @@ def gather(group: Group, tree: Any) -> Any:
 def gather_flat(group: Group, tree: Any, leaves: Sequence[Tensor], signature: tuple[Any, ...]) -> Any:
     """Called on: all ranks. `gather` for who has taken the structure apart already, and found only tensors."""
     group.check("gathering tensors")
-    if group.debug:
-        verify.check(group, "gather", tree)
-    rows, plan = _gather_rows(group, leaves, signature)
+    number = enter(group, "gather", spell(signature))
+    try:
+        if group.debug:
+            verify.check(group, "gather", tree)
+        rows, plan = _gather_rows(group, leaves, signature)
+    finally:
+        group.box.leave(number)
     joined = [torch.cat(ranks) for ranks in rows]
     if not plan.one_device:
         joined = [whole.to(leaf.device) for whole, leaf in zip(joined, leaves, strict=True)]
@@ -153,9 +162,13 @@ def gather_parts(group: Group, tree: Any, leaves: Sequence[Tensor], signature: t
     Their memory is used again by the next call.
     """
     group.check("gathering tensors")
-    if group.debug:
-        verify.check(group, "gather", tree)
-    return _gather_rows(group, leaves, signature)[0]
+    number = enter(group, "gather", spell(signature))
+    try:
+        if group.debug:
+            verify.check(group, "gather", tree)
+        return _gather_rows(group, leaves, signature)[0]
+    finally:
+        group.box.leave(number)
 
 
 @torch.no_grad()
@@ -165,10 +178,16 @@ def gather_ragged(group: Group, tree: Any, leaves: Sequence[Tensor]) -> list[lis
     The sizes travel first: a rank can know its own only, and a collective with sizes that do not fit never ends.
     """
     group.check("gathering tensors")
-    if group.debug:
-        verify.check(group, "gather", tree, free_dim=0)
-    if not leaves:
-        return []
+    number = enter(group, "gather", spell_tree(tree, 0))
+    try:
+        if group.debug:
+            verify.check(group, "gather", tree, free_dim=0)
+        return _ragged(group, leaves) if leaves else []
+    finally:
+        group.box.leave(number)
+
+
+def _ragged(group: Group, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
     own = torch.tensor([leaf.shape[0] if leaf.ndim else -1 for leaf in leaves])
     sizes = gather_host(group, own, "gathering tensors")
     if bool(((sizes < 0).any(0) != (sizes < 0).all(0)).any()):
@@ -228,9 +247,13 @@ def reduce(group: Group, tree: Any, reduction: str = "mean", scale: float = 1.0)
     if reduction == "none" or group.world_size == 1:
         return tree if scale == 1.0 else trees.map_tensors(lambda leaf: leaf * scale, tree)
     group.check("reducing tensors")
-    if group.debug:
-        verify.check(group, f"reduce ({reduction})", tree)
-    sums = _sum(group, [_dense(leaf) for leaf in leaves], signature)
+    number = enter(group, f"reduce ({reduction})", spell(signature))
+    try:
+        if group.debug:
+            verify.check(group, f"reduce ({reduction})", tree)
+        sums = _sum(group, [_dense(leaf) for leaf in leaves], signature)
+    finally:
+        group.box.leave(number)
     factor = scale / group.world_size if reduction == "mean" else scale
     if factor != 1.0 or reduction == "mean":
         sums = [_scaled(total, group.world_size, reduction, scale) for total in sums]
@@ -281,9 +304,13 @@ def broadcast(group: Group, tree: Any, from_process: int = 0) -> Any:
     group.check("broadcasting tensors")
     leaves, signature = trees.flatten(tree)
     trees.require_tensors(leaves, tree, "broadcast")
-    if group.debug:
-        verify.check(group, "broadcast", tree, extra=f"from process {from_process}")
-    broadcast_leaves(group, leaves, signature, from_process)
+    number = enter(group, f"broadcast (from process {from_process})", spell(signature))
+    try:
+        if group.debug:
+            verify.check(group, "broadcast", tree, extra=f"from process {from_process}")
+        broadcast_leaves(group, leaves, signature, from_process)
+    finally:
+        group.box.leave(number)
     return tree
 
 
@@ -325,17 +352,21 @@ def pad_across_processes(
 
     The sizes of the whole structure travel in one collective. Tensors without that dimension stay as they are.
     """
-    leaves, _ = trees.flatten(tree)
+    leaves, signature = trees.flatten(tree)
     trees.require_tensors(leaves, tree, "pad_across_processes")
     if group.world_size == 1:
         return tree
     group.check("padding tensors")
-    if group.debug:
-        verify.check(group, f"pad_across_processes (dim={dim})", tree, free_dim=dim)
-    if not leaves:
-        return tree
-    sizes = torch.tensor([leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else -1 for leaf in leaves])
-    longest = gather_host(group, sizes, "padding tensors").amax(0).tolist()
+    number = enter(group, f"pad_across_processes (dim={dim})", spell(signature, dim))
+    try:
+        if group.debug:
+            verify.check(group, f"pad_across_processes (dim={dim})", tree, free_dim=dim)
+        if not leaves:
+            return tree
+        sizes = torch.tensor([leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else -1 for leaf in leaves])
+        longest = gather_host(group, sizes, "padding tensors").amax(0).tolist()
+    finally:
+        group.box.leave(number)
     padded = [_pad(leaf, dim, int(size), pad_index, pad_first) for leaf, size in zip(leaves, longest, strict=True)]
     return trees.unflatten(tree, iter(padded))
 

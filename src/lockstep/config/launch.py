@@ -86,7 +86,7 @@ class LaunchConfig:
 
     debug: str | None = _option(
         "debug",
-        "compare every collective between ranks before it runs; --debug=underflow_overflow looks for the first bad number",
+        "compare every collective between ranks before it runs; =underflow_overflow looks for the first bad number",
         metavar="TOOL",
         setting="debug",
     )

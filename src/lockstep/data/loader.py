@@ -25,6 +25,10 @@ Item = tuple[Any, Round, bool]
 """A batch, its round, and whether it is this rank's last."""
 
 
+_TURNS = 64
+"""Enough to tell a batch from the next ones, and few enough for their names to be known to the black box."""
+
+
 class Epoch:
     """How often a loader has been iterated; shared with the loaders that skip some of its batches."""
 
@@ -71,6 +75,8 @@ class PreparedDataLoader(DataLoader[Any]):
         self._open_loaders = open_loaders
         self._synchronize = synchronize
         self._epoch = Epoch()
+        self.turn = 0
+        """Which batch of the epoch is being worked on, counted modulo `_TURNS`."""
         self.current: Round | None = None
         """What all ranks hold of the batch being worked on."""
         self.places: list[int] | None = None
@@ -190,8 +196,13 @@ class PreparedDataLoader(DataLoader[Any]):
             self.shard.forget()
         audit = self._audit()
         move = self._mover
+        box = self._group.box
+        box.phase("data")
+        self.turn = 0
         try:
             for batch, round_, last in self._dispatched() if self.dispatched else self._ahead():
+                box.phase("")
+                self.turn = (self.turn + 1) % _TURNS
                 self.current = round_
                 if audit is not None:
                     audit.saw(round_, self._group.rank)
@@ -201,6 +212,8 @@ class PreparedDataLoader(DataLoader[Any]):
                 yield batch if move is None else move.finish(batch)
                 if self._left is not None:
                     self._left -= 1
+                box.phase("data")
+            box.phase("")
             self._epoch.number += 1
             self.places = None
             if audit is not None:

@@ -37,14 +37,18 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.utils import store as store_util
 
+from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.errors import ConfigError, TopologyError
+from lockstep.guard.watcher import Found, Watcher, read_stall
 from lockstep.launch.output import Output
 from lockstep.launch.plan import Plan
 from lockstep.launch.report import Exit
+from lockstep.rundir import names
+from lockstep.rundir.place import RunDirectory
 
-DEADLOCK = 86
-"""Exit code of a rank that the guard stopped: starting it again would only bring it back there."""
+_OBEDIENCE = 2.0
+"""Seconds in which ranks that the guard has stopped end by themselves, before they are killed."""
 _SILENCE = 5.0
 """Seconds of waiting for other machines after which we say so."""
 
@@ -57,6 +61,8 @@ class Ending:
     """Each rank; empty when all went well."""
     signal: int | None = None
     """The signal that ended the launcher."""
+    verdict: str = ""
+    """What the guard said when it stopped the job."""
 
 
 class Meeting(RendezvousHandler):
@@ -153,31 +159,44 @@ class Agent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, logs: Streams, output: Output, grace: float, tell: Callable[[str], None]
     ) -> None:
-        super().__init__(spec, logs, exit_barrier_timeout=300, shutdown_timeout=int(grace))
+        super().__init__(spec, logs, exit_barrier_timeout=300, shutdown_timeout=grace)  # type: ignore[arg-type]
         self._output = output
         self._grace = grace
         self._tell = tell
         self.on_failure: Callable[[tuple[Exit, ...]], str] | None = None
         """Called with the exits of an attempt that failed; the line that is shown when it is tried again."""
         self.exits: tuple[Exit, ...] = ()
+        self.verdict: Found | None = None
+        """What the guard found, once it has stopped the job."""
+        self._judged = 0.0
+
+    def judge(self, found: Found) -> None:
+        """Called by the guard's thread. The job is over; the main thread sees to it."""
+        self.verdict, self._judged = found, time.monotonic()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ids = super()._start_workers(worker_group)
         self._output.started()
         context: Any = self._pcontext
+        for handler in context.subprocess_handlers.values():
+            # The ranks have them now. Torch would keep its own open, and with them the ends of ranks that have gone.
+            for end in filter(None, (handler._stdout, handler._stderr)):
+                end.close()
         close = context.close
         context.close = lambda death_sig=None, timeout=self._grace: close(death_sig, timeout)
         return ids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         context: Any = self._pcontext
+        if self.verdict is not None and time.monotonic() - self._judged > _OBEDIENCE:
+            self._kill_all()
         before = {local: handler.proc.poll() for local, handler in context.subprocess_handlers.items()}
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             self.exits = self._read_exits(worker_group, before)
             self._sweep()
-            if any(ended.code == DEADLOCK for ended in self.exits):
-                self._remaining_restarts = 0
+            if self.verdict is not None:
+                self._remaining_restarts = 0  # starting it again would only bring it back there
             if self._remaining_restarts and self.on_failure is not None:
                 left = self._remaining_restarts - 1
                 self._tell(f"{self.on_failure(self.exits)} Starting again ({left} restarts left).")
@@ -197,11 +216,22 @@ class Agent(LocalElasticAgent):
             exits = [Exit(rank=ended.rank, code=ended.code, pid=ended.pid) for ended in exits]
         return tuple(exits)
 
+    def pids(self) -> frozenset[int]:
+        """The processes of this attempt."""
+        context: Any = self._pcontext
+        return frozenset(context.pids().values()) if context is not None else frozenset()
+
+    def _kill_all(self) -> None:
+        context: Any = self._pcontext
+        for handler in context.subprocess_handlers.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(handler.proc.pid, signal.SIGKILL)
+
     def excuse(self) -> None:
         """Tell agents that wait for this one at the end of the job not to: torch's would wait 5 minutes."""
         store, group = self._store, self._worker_group
         with contextlib.suppress(RuntimeError):  # nobody is there any more
-            store_util._barrier_nonblocking(store, group.group_world_size, _TERMINAL_STATE_SYNC_ID)
+            store_util._barrier_nonblocking(store, group.group_world_size or 1, _TERMINAL_STATE_SYNC_ID)
 
     def _sweep(self) -> None:
         """End what ranks that are gone have left running: each has a process group of its own."""
@@ -216,14 +246,12 @@ class Agent(LocalElasticAgent):
 
         def kill(*_: Any) -> None:
             self._tell("second signal: killing the processes.")
-            for handler in context.subprocess_handlers.values():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(handler.proc.pid, signal.SIGKILL)
+            self._kill_all()
 
         if context is None:
             return
         with _handled({signal.SIGINT: kill, signal.SIGTERM: kill}):
-            super()._shutdown(death_sig, int(timeout))
+            super()._shutdown(death_sig, timeout)
         self._sweep()
 
 
@@ -245,11 +273,14 @@ def run(
         meeting = Meeting(registry.get_rendezvous_handler(rendezvous), plan, tell)
     except RendezvousConnectionError as error:
         raise _unreachable(plan) from error
+    except ValueError as error:
+        raise ConfigError(f"The meeting cannot be set up by --rdzv_backend {plan.rdzv_backend}: {error}") from error
     spec = WorkerSpec(
         role=plan.value("role", "default"),
         local_world_size=plan.per_machine,
         entrypoint=plan.argv[0],
-        args=plan.argv[1:],
+        # Torch takes these for templates, in which "$$" is a "$".
+        args=tuple(word.replace("$", "$$") for word in plan.argv[1:]),
         rdzv_handler=meeting,
         max_restarts=plan.value("max_restarts", 0),
         monitor_interval=plan.value("monitor_interval", 0.1),
@@ -258,6 +289,7 @@ def run(
     )
     agent = Agent(spec, Streams(output, logs), output, plan.value("grace", 30.0), tell)
     agent.on_failure = on_failure
+    watcher = _watcher(agent, tell)
     closing = True
     try:
         result = agent.run()
@@ -274,10 +306,31 @@ def run(
     except RendezvousConnectionError as error:
         raise _unreachable(plan) from error
     finally:
+        watcher.close()
         agent._sweep()
         if closing:
             meeting.shutdown()
-    return Ending(exits=agent.exits if result is None or result.is_failed() else ())
+    verdict = agent.verdict.text if agent.verdict is not None else ""
+    return Ending(exits=agent.exits if result is None or result.is_failed() else (), verdict=verdict)
+
+
+def _watcher(agent: Agent, tell: Callable[[str], None]) -> Watcher:
+    """The guard over the ranks of this machine."""
+    environ = env.snapshot()
+
+    def mine(box: Snapshot) -> bool:
+        # A run directory can be shared by machines, and hold the boxes of an earlier attempt.
+        return box.pid in agent.pids()
+
+    watcher = Watcher(
+        RunDirectory(path=Path(environ[names.VARIABLE])),
+        tell=lambda text: tell(f"the guard says:\n{text}"),
+        stop=agent.judge,
+        stall=read_stall(environ),
+        mine=mine,
+    )
+    watcher.start()
+    return watcher
 
 
 def quiet_torch() -> None:

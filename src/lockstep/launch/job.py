@@ -9,64 +9,110 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import env
-from lockstep.launch import report
+from lockstep.errors import ConfigError
+from lockstep.guard.reporter import STOPPED
+from lockstep.launch import keeper, report
+from lockstep.launch.keeper import Keeper
 from lockstep.launch.output import Output
 from lockstep.launch.plan import Plan
 from lockstep.launch.report import Exit
-from lockstep.rundir import place, words
+from lockstep.rundir import names, place, words
 from lockstep.rundir.place import RunDirectory
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""The signals that end a job."""
 
 
 def run(plan: Plan, environ: Mapping[str, str]) -> int:
     """Run the job; the exit code that the launcher ends with."""
-    directory = place.make(environ.get(place.VARIABLE), plan.value("project_dir", None))
+    logs = _make_logs(plan)
+    keeping = Keeper()
+    orderly = False
     try:
-        return _Job(plan, directory, environ).run()
+        directory = place.make(environ.get(names.VARIABLE), plan.value("project_dir", None))
+        try:
+            job = _Job(plan, directory, logs or directory.logs, keeping)
+            code = job.run()
+            orderly = not job.interrupted
+            return code
+        finally:
+            place.sign_out(directory)
     finally:
-        place.sign_out(directory)
+        keeping.release(sweep=not orderly)
+
+
+def _make_logs(plan: Plan) -> Path | None:
+    """The folder that was asked for; one that cannot be used is better said now than found empty later."""
+    asked = plan.value("log_dir", None)
+    if asked is None:
+        return None
+    logs = Path(asked).absolute()
+    try:
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(logs, os.W_OK | os.X_OK):
+            raise PermissionError(0, "not allowed to write there")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"--log_dir {asked} cannot be used ({reason}). Name a folder that can be written, or leave it out: output "
+            "is then kept in the run directory."
+        ) from None
+    return logs
 
 
 class _Job:
-    def __init__(self, plan: Plan, directory: RunDirectory, environ: Mapping[str, str]) -> None:
+    def __init__(self, plan: Plan, directory: RunDirectory, logs: Path, keeping: Keeper) -> None:
         self.plan = plan
         self.directory = directory
-        self.environ = environ
+        self.logs = logs
+        self.keeping = keeping
         self.quiet = bool(plan.value("quiet", False))
-        log_dir = plan.value("log_dir", None)
-        self.logs = Path(log_dir).absolute() if log_dir is not None else directory.logs
         self.kills = report.out_of_memory_kills()
+        self.output: Output | None = None
+        self.interrupted = False
+        """Whether a signal ended the job, so that something may be left running."""
 
     def run(self) -> int:
         for note in (*self.plan.notes, *filter(None, [self.directory.note])):
             self.say(note)
         self._write_down()
-        env.publish({**self.plan.env, place.VARIABLE: str(self.directory.path)})
+        env.publish({**self.plan.env, names.VARIABLE: str(self.directory.path), keeper.VARIABLE: self.keeping.mark})
         if self.plan.kind == "agent":
             return self._with_agent()
         return self._with_child()
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own."""
+        """A line of the launcher's own, after what the ranks have printed so far."""
         if not self.quiet:
-            sys.stderr.write(f"lockstep launch: {text}\n")
+            if self.output is not None:
+                self.output.flush()
+            self._print(f"lockstep launch: {text}")
+
+    def _print(self, text: str) -> None:
+        # Nobody reads it, stderr is closed, or a signal has come while this was printing.
+        with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+            sys.stderr.write(text + "\n")
             sys.stderr.flush()
 
     def _write_down(self) -> None:
-        facts = {
-            "host": platform.node(),
-            "system": f"{platform.system()} {platform.release()}",
-            "python": platform.python_version(),
-            "interpreter": sys.executable,
-            "working directory": str(Path.cwd()),
-            "command": sys.argv,
-        }
-        with contextlib.suppress(OSError):  # a full disk must not keep the job from running
+        # A full disk, or a working directory that is gone, must not keep the job from running.
+        with contextlib.suppress(OSError):
             self.directory.config.write_text(json.dumps(self.plan.to_dict(), indent=1) + "\n")
+        with contextlib.suppress(OSError):
+            facts = {
+                "host": platform.node(),
+                "system": f"{platform.system()} {platform.release()}",
+                "python": platform.python_version(),
+                "interpreter": sys.executable,
+                "working directory": os.getcwd(),
+                "command": sys.argv,
+            }
             self.directory.env.write_text(json.dumps(facts, indent=1) + "\n")
 
     # --- several processes -------------------------------------------------------------------------------------
@@ -74,70 +120,66 @@ class _Job:
     def _with_agent(self) -> int:
         from lockstep.launch import agent
 
-        output = Output(prefix=self.plan.value("tee", "0"), collapse=self.quiet)
-        try:
-            ending = agent.run(self.plan, self.logs, output, self.say, lambda exits: self._one_line(exits))
-        finally:
-            output.close()
+        # Torch handles these even where our caller, such as nohup, has told us to ignore them.
+        names = ",".join(number.name for number in _heeded())
+        env.publish({"TORCHELASTIC_SIGNALS_TO_HANDLE": names or "SIGTERM"})
+        self.output = Output(prefix=self.plan.value("tee", "0"), collapse=self.quiet)
+        with _handling({}):  # puts back what torch changes
+            try:
+                ending = agent.run(self.plan, self.logs, self.output, self.say, lambda exits: self._one_line(exits))
+            except OSError as error:
+                if error.filename != self.plan.argv[0]:
+                    raise
+                raise _not_started(error) from None
+            finally:
+                with _handling(dict.fromkeys(_heeded(), _leave)):
+                    self.output.close()
+                    self.output = None
         if ending.signal is not None:
+            self.interrupted = True
             self.say(f"ended by {signal.Signals(ending.signal).name}; all processes are gone.")
             return 128 + ending.signal
+        if ending.verdict:
+            self._print(ending.verdict)
+            return STOPPED
         return self._fail(ending.exits) if ending.exits else 0
 
     # --- one process: the script itself, mpirun or srun ---------------------------------------------------------
 
     def _with_child(self) -> int:
         alone = self.plan.kind == "alone"
-        output = Output() if alone else None
-        ends = output.open(0, self.logs) if output is not None else {}
+        output = Output(prefix=self.plan.value("tee", "0")) if alone else None
         # With a terminal to read from, the script stays in its foreground, where the terminal's Ctrl-C reaches it.
-        foreground = sys.stdin is not None and sys.stdin.isatty()
-        try:
-            child = subprocess.Popen(
-                self.plan.argv, stdout=ends.get("out"), stderr=ends.get("err"), start_new_session=not foreground
-            )
-            if output is not None:
-                output.started()
-            stopped, code = self._stay(child, foreground)
-        finally:
-            if output is not None:
-                output.close()
-        if stopped is not None and code in (-stopped, 128 + stopped, 0):
-            return 128 + stopped
+        child = _Child(foreground=sys.stdin is not None and sys.stdin.isatty(), grace=self.plan.value("grace", 30.0))
+        with _handling(dict.fromkeys(_heeded(), child.on_signal)):
+            try:
+                ends = output.open(0, self.logs) if output is not None else {}
+                child.start(self.plan.argv, ends)
+                if output is not None:
+                    output.started()
+                code = child.wait()
+                self._end_left(child)
+            finally:
+                if output is not None:
+                    output.close()
+        if output is not None and output.amid_line and code < 0:
+            self._print("")
+        if child.received:
+            self.interrupted = True
+            if code in (0, -child.received[0], 128 + child.received[0]) or len(child.received) > 1:
+                return 128 + child.received[0]
         if code < 0 and alone:
             return self._fail((Exit(rank=0, code=code, pid=child.pid),))
         if code and not alone:
             return self._fail_elsewhere(code)
         return 128 - code if code < 0 else code
 
-    def _stay(self, child: subprocess.Popen[bytes], foreground: bool) -> tuple[int | None, int]:
-        """Wait for the child, passing signals on: the signal that ended us, if one did, and the child's code."""
-        received: list[int] = []
-
-        def send(number: int) -> None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, number) if foreground else os.killpg(child.pid, number)
-
-        def handle(number: int, _: Any) -> None:
-            received.append(number)
-            if len(received) > 1:
-                send(signal.SIGKILL)
-            elif not (foreground and number == signal.SIGINT):  # the terminal has sent that one to both of us
-                send(number)
-
-        with _handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), handle):
-            grace = self.plan.value("grace", 30.0)
-            while True:
-                try:
-                    code = child.wait(grace if received else 0.5)
-                    break
-                except subprocess.TimeoutExpired:
-                    if received:
-                        send(signal.SIGKILL)
-        if not foreground:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)  # what it has left running
-        return (received[0] if received else None), code
+    def _end_left(self, child: _Child) -> None:
+        """End what the child has left running in its process group."""
+        if child.foreground:
+            self.keeping.end_group(os.getpgrp())
+        else:
+            child.send(signal.SIGKILL)
 
     # --- when it fails -----------------------------------------------------------------------------------------
 
@@ -150,27 +192,125 @@ class _Job:
 
     def _fail(self, exits: tuple[Exit, ...]) -> int:
         text, code = report.tell(exits, self._words(), logs=self.logs, out_of_memory=self._out_of_memory())
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+        self._print(text)
         return code
 
     def _fail_elsewhere(self, code: int) -> int:
         """mpirun or srun failed: they have said what they know; the ranks' own words say why."""
-        said = words.read_all(self.directory.path)
-        if said:
-            exits = tuple(Exit(rank=word.rank, code=code or 1, pid=word.pid) for word in said)
-            self._fail(exits)
-        return 128 - code if code < 0 else code
+        said = [word for word in words.read_all(self.directory.path) if self._is_new(word)]
+        if not said:
+            return 128 - code if code < 0 else code
+        # srun gives the code of whichever node it ended last: the first failure's own is the one that says something.
+        exits = tuple(Exit(rank=word.rank, code=_code_of(word), pid=word.pid) for word in said)
+        if self.plan.kind == "srun":  # the agents on the nodes have told it
+            return report.tell(exits, said, logs=self.logs)[1]
+        return self._fail(exits)
+
+    def _is_new(self, word: words.LastWords) -> bool:
+        """Not left by an earlier job in the same directory. By the file system's clock: hosts' clocks differ."""
+        try:
+            return self.directory.words(word.rank).stat().st_mtime >= self.directory.config.stat().st_mtime
+        except OSError:
+            return True
 
     def _one_line(self, exits: tuple[Exit, ...]) -> str:
         return report.one_line(exits, self._words(), self._out_of_memory())
 
 
+def _code_of(word: words.LastWords) -> int:
+    """The exit code of a rank that left these words."""
+    if word.kind == "SystemExit":
+        return int(word.message) if word.message.isdecimal() else 1
+    return 128 + signal.SIGINT if word.kind == "KeyboardInterrupt" else 1
+
+
+class _Child:
+    """A process that signals are passed on to."""
+
+    def __init__(self, *, foreground: bool, grace: float) -> None:
+        self.foreground = foreground
+        self.received: list[int] = []
+        """The signals that we were sent."""
+        self._grace = grace
+        self._process: subprocess.Popen[bytes] | None = None
+        self._timer: threading.Timer | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its number; 0 before it is started."""
+        return 0 if self._process is None else self._process.pid
+
+    def start(self, argv: tuple[str, ...], ends: Mapping[str, int]) -> None:
+        try:
+            self._process = subprocess.Popen(
+                argv, stdout=ends.get("out"), stderr=ends.get("err"), start_new_session=not self.foreground
+            )
+        except OSError as error:
+            raise _not_started(error) from None
+        for number in self.received:  # while it was being started
+            self.send(number)
+            self._limit()
+
+    def wait(self) -> int:
+        assert self._process is not None
+        code = self._process.wait()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+        return code
+
+    def on_signal(self, number: int, _: Any) -> None:
+        self.received.append(number)
+        if self._process is None:
+            return
+        if len(self.received) > 1:
+            self.send(signal.SIGKILL)
+        elif not (self.foreground and number in (signal.SIGINT, signal.SIGQUIT)):  # the terminal sends these to both
+            self.send(number)
+        self._limit()
+
+    def _limit(self) -> None:
+        """From the first signal on, it has so long to end by itself."""
+        if self._timer is None:
+            self._timer = threading.Timer(self._grace, self.send, [signal.SIGKILL])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def send(self, number: int) -> None:
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self.foreground:
+                self._process.send_signal(number)
+            else:
+                os.killpg(self._process.pid, number)
+
+
+def _not_started(error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{error.filename} cannot be started ({error.strerror}). Check that it is a program for this machine; a script "
+        "needs a first line such as #!/bin/sh."
+    )
+
+
+def _heeded() -> list[signal.Signals]:
+    """The signals that end us; who started us with one of them ignored, as nohup does, wants that to stay."""
+    return [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def _leave(number: int, _: Any) -> None:
+    """All processes are gone, and only the rest of their output is not shown yet: no reason to stay."""
+    os._exit(128 + number)
+
+
 @contextlib.contextmanager
-def _handling(numbers: tuple[signal.Signals, ...], handler: Any) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in numbers}
+def _handling(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     try:
         yield
     finally:
         for number, old in before.items():
-            signal.signal(number, old)
+            if signal.getsignal(number) is not old:
+                signal.signal(number, old)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 from lockstep.errors import ConfigError
+from lockstep.launch import limits
 
 _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "accel*", "davinci[0-9]*", "dxg")
 """Where Linux shows accelerators. Where none of these exists, asking torch would only take time."""
@@ -17,11 +18,8 @@ _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "accel*", "davinci[0-9]*
 def usable_cores() -> int:
     """Cores that this process may use: fewer than the machine has, when it is tied to some or limited by its cgroup."""
     tied = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            return max(1, min(tied, int(quota) // int(period)))
-    return tied
+    allowed = limits.cores()
+    return tied if allowed is None else max(1, min(tied, int(allowed)))
 
 
 def accelerators(environ: Mapping[str, str]) -> tuple[int, str]:
@@ -44,7 +42,7 @@ def is_free(port: int, address: str = "") -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
-        except OSError:
+        except (OSError, OverflowError):
             return False
         return True
 
@@ -88,6 +86,7 @@ def interface_of(own: str) -> str | None:
     """The interface that has this address."""
     import psutil
 
+    own = own.split("%")[0]  # a link-local address carries its interface
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == own for entry in addresses):
             return str(name)

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.config import env
 from lockstep.config.choices import PrecisionType
-from lockstep.errors import ConfigError, LockstepError, RankFailed, UsageError
+from lockstep.errors import ConfigError, RankFailed, UsageError
 from lockstep.launch import machine
 from lockstep.launch.forked import Call, Place
 from lockstep.launch.forks import Ended, Forks

@@ -1,28 +1,37 @@
 """What the ranks print: into a file each, and onto the screen.
 
-Each rank's stdout and stderr are a pipe, or a terminal of its own where the launcher has one, so that progress bars look as they
-should. One thread reads them all. A line goes to the screen in one piece, whoever else is printing; a bar that rewrites its
-line is passed on as it comes.
+Each rank's stdout and stderr are a pipe, or a terminal of its own where the launcher has one, so that progress bars
+look as they should. One thread reads them all. A single rank is shown as it comes. Of several, a line goes to the
+screen in one piece, whoever else is printing; a bar that rewrites its line is passed on at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import sys
 import threading
 import time
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-PATIENCE = 0.1
-"""Seconds after which a line without an end is shown as it is."""
-GATHERING = 0.3
+from lockstep.rundir.ranks import name_ranks
+
+PATIENCE = 0.2
+"""Seconds after which a line without an end is shown as it is, when several ranks print."""
+GATHERING = 0.5
 """Seconds in which the same line of several ranks counts as one, when lines are collapsed."""
 _CHUNK = 1 << 16
+_LONGEST = 1 << 20
+"""Bytes after which a line that has not ended is passed on."""
+_MOST_HELD = 10_000
+"""Lines that may wait to be collapsed."""
 
 
 @dataclass
@@ -31,8 +40,9 @@ class _Stream:
     name: str
     reader: int
     writer: int
-    file: BinaryIO
-    pending: bytes = b""
+    path: Path
+    file: BinaryIO | None
+    pending: bytearray = field(default_factory=bytearray)
     since: float = 0.0
     fresh: bool = True
     """Whether the next byte begins a line on the screen."""
@@ -40,10 +50,11 @@ class _Stream:
 
 @dataclass
 class _Line:
+    number: int
     text: bytes
     name: str
     ranks: list[int]
-    due: float = field(default=0.0)
+    due: float
 
 
 class Output:
@@ -52,26 +63,38 @@ class Output:
     def __init__(self, *, prefix: str = "0", collapse: bool = False) -> None:
         self._prefix = {"out": prefix in ("1", "3"), "err": prefix in ("2", "3")}
         self._collapse = collapse
+        self._screens = {"out": _Screen(sys.stdout), "err": _Screen(sys.stderr)}
         self._streams: dict[int, _Stream] = {}
-        self._held: list[_Line] = []
+        self._ranks: set[int] = set()
+        self._unfinished: dict[Any, int] = {}
+        """Screen -> the rank whose line on it has no end yet."""
+        self._noted: set[str] = set()
+        self._held: deque[_Line] = deque()
+        self._same: dict[tuple[str, bytes], deque[_Line]] = {}
+        self._last: dict[tuple[str, int], int] = {}
+        """Stream of a rank -> the line that it printed last; earlier ones are no match for its next line."""
+        self._count = 0
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._stopping = False
+        self._asked = threading.Event()
+        self._shown = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-output", daemon=True)
         self._thread.start()
 
     def open(self, rank: int, folder: Path) -> Mapping[str, int]:
         """Where a rank shall write: stream ("out", "err") -> file descriptor, to be closed by ``started``."""
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         ends = {}
-        for name, screen in (("out", sys.stdout), ("err", sys.stderr)):
-            reader, writer = _terminal(screen) if screen.isatty() else os.pipe()
+        for name, screen in self._screens.items():
+            path = folder / f"rank_{rank}.{name}"
+            file = self._open_file(path)
+            reader, writer = screen.stream()
             os.set_blocking(reader, False)
-            stream = _Stream(rank, name, reader, writer, open(folder / f"rank_{rank}.{name}", "ab", buffering=0))  # noqa: SIM115
             with self._lock:
-                self._streams[reader] = stream
+                self._ranks.add(rank)
+                self._streams[reader] = _Stream(rank, name, reader, writer, path, file)
                 self._selector.register(reader, selectors.EVENT_READ)
             ends[name] = writer
         self._wake()
@@ -85,6 +108,13 @@ class Output:
                     os.close(stream.writer)
                     stream.writer = -1
 
+    def flush(self, patience: float = 1.0) -> None:
+        """Show what the ranks have written so far, before something else is printed."""
+        self._shown.clear()
+        self._asked.set()
+        self._wake()
+        self._shown.wait(patience)
+
     def close(self) -> None:
         """Show what is left, and end. Call it when the ranks are gone."""
         self.started()
@@ -95,37 +125,48 @@ class Output:
         os.close(self._wake_writer)
         self._selector.close()
 
-    def flush(self, patience: float = 0.5) -> None:
-        """Show what ranks that have ended had still to say, before something else is printed."""
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline:
-            with self._lock:
-                quiet = not self._held and not any(stream.pending for stream in self._streams.values())
-                waiting = [stream.reader for stream in self._streams.values()]
-            if quiet and not _readable(waiting):
-                return
-            time.sleep(0.01)
+    @property
+    def amid_line(self) -> bool:
+        """Whether the last on the screen of stderr is a line without an end."""
+        return self._screens["err"].key in self._unfinished
 
     # --- the thread --------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         os.write(self._wake_writer, b".")
 
+    def _all(self) -> list[_Stream]:
+        with self._lock:
+            return list(self._streams.values())
+
     def _run(self) -> None:
         while True:
-            waiting = self._held or any(stream.pending for stream in self._streams.values())
-            ready = self._selector.select(PATIENCE / 2 if waiting or self._stopping else None)
-            stopping = self._stopping
-            read = False
-            for key, _ in ready:
+            waiting = self._held or any(stream.pending for stream in self._all())
+            for key, _ in self._selector.select(PATIENCE / 2 if waiting else None):
                 if key.fd == self._wake_reader:
                     os.read(self._wake_reader, _CHUNK)
-                else:
-                    read = self._read(self._streams[key.fd]) or read
-            self._show_late(everything=stopping and not read)
-            if stopping and not read:
-                for stream in list(self._streams.values()):
+                elif key.fd in self._streams:
+                    self._read(self._streams[key.fd])
+            asked, stopping = self._asked.is_set(), self._stopping
+            if asked or stopping:
+                for stream in self._all():
+                    self._drain(stream)
+            self._show_late(everything=asked or stopping)
+            if stopping:
+                for stream in self._all():
                     self._end(stream)
+                self._show_late(everything=True)
+                self._end_lines()
+            if asked:
+                self._asked.clear()
+                self._shown.set()
+            if stopping:
+                return
+
+    def _drain(self, stream: _Stream) -> None:
+        """Read what is there. Not until its end: what a rank has left running may print for ever."""
+        for _ in range(32):
+            if not self._read(stream):
                 return
 
     def _read(self, stream: _Stream) -> bool:
@@ -138,88 +179,204 @@ class Output:
         if not data:
             self._end(stream)
             return False
-        with contextlib.suppress(OSError):  # a full disk must not stop the job
-            stream.file.write(data)
-        stream.pending += data
-        stream.since = time.monotonic()
-        self._show(stream)
+        self._keep(stream, data)
+        if len(self._ranks) == 1:
+            self._put(stream.name, stream.rank, data, stream)
+        else:
+            self._pass(stream, data)
         return True
 
-    def _show(self, stream: _Stream, everything: bool = False) -> None:
-        """Pass whole lines on; and what rewrites its line, such as a progress bar, up to there."""
-        cut = max(stream.pending.rfind(b"\n"), stream.pending.rfind(b"\r")) + 1
-        if everything:
-            cut = len(stream.pending)
-        if not cut:
-            return
-        text, stream.pending = stream.pending[:cut], stream.pending[cut:]
-        if not self._collapse:
-            self._put(stream.name, self._with_rank(stream, text))
-            return
-        for line in text.splitlines(keepends=True):
-            self._hold(stream, line)
+    def _pass(self, stream: _Stream, data: bytes) -> None:
+        """Pass whole lines on; and what rewrites its line, such as a progress bar."""
+        stream.pending += data
+        stream.since = time.monotonic()
+        cut = max(data.rfind(b"\n"), data.rfind(b"\r"))
+        if (cut >= 0 and data[cut : cut + 1] == b"\r") or len(stream.pending) > _LONGEST:
+            self._show(stream, len(stream.pending))
+        elif cut >= 0:
+            self._show(stream, len(stream.pending) - len(data) + cut + 1)
 
-    def _with_rank(self, stream: _Stream, text: bytes) -> bytes:
-        if not self._prefix[stream.name]:
-            return text
-        mark = f"[rank {stream.rank}] ".encode()
-        pieces = []
-        for line in text.splitlines(keepends=True):
-            pieces.append(mark + line if stream.fresh else line)
-            stream.fresh = line.endswith((b"\n", b"\r"))
-        return b"".join(pieces)
+    def _show(self, stream: _Stream, cut: int) -> None:
+        text = bytes(stream.pending[:cut])
+        del stream.pending[:cut]
+        if not text:
+            return
+        if not self._collapse:
+            self._put(stream.name, stream.rank, text, stream)
+            return
+        start = 0
+        while start < len(text):
+            end = text.find(b"\n", start) + 1 or len(text)
+            self._hold(stream, text[start:end])
+            start = end
 
     def _hold(self, stream: _Stream, text: bytes) -> None:
         """Wait for a moment whether other ranks print the same."""
-        for line in self._held:
-            if line.text == text and line.name == stream.name and stream.rank not in line.ranks:
-                line.ranks.append(stream.rank)
-                return
-        self._held.append(_Line(text, stream.name, [stream.rank], time.monotonic() + GATHERING))
+        whose = (stream.name, stream.rank)
+        same = self._same.setdefault((stream.name, text), deque())
+        place = bisect_right(same, self._last.get(whose, -1), key=lambda line: line.number)
+        if place < len(same) and _is_line(text):
+            line = same[place]
+            line.ranks.append(stream.rank)
+        else:
+            line = _Line(self._count, text, stream.name, [stream.rank], time.monotonic() + GATHERING)
+            self._count += 1
+            self._held.append(line)
+            same.append(line)
+        self._last[whose] = line.number
 
     def _show_late(self, everything: bool) -> None:
         now = time.monotonic()
-        for stream in list(self._streams.values()):
-            if stream.pending and (everything or now - stream.since >= PATIENCE):
-                self._show(stream, everything=True)
-        ranks = {stream.rank for stream in self._streams.values()}
-        while self._held and (everything or self._held[0].due <= now or ranks <= set(self._held[0].ranks)):
-            line = self._held.pop(0)
-            mark = f"[{name_ranks(line.ranks)}] ".encode() if len(line.ranks) < max(2, len(ranks)) else b""
-            self._put(line.name, mark + line.text)
-
-    def _put(self, name: str, text: bytes) -> None:
-        screen: Any = sys.stdout if name == "out" else sys.stderr
-        with contextlib.suppress(OSError, ValueError):  # whoever reads us has gone
-            screen.flush()
-            screen.buffer.write(text)
-            screen.buffer.flush()
+        for stream in self._all():
+            late = stream.pending and now - stream.since >= PATIENCE
+            # It may be us who are late: then the rest of the line is there to be read.
+            if stream.pending and (everything or (late and not self._read(stream))):
+                self._show(stream, len(stream.pending))
+        while self._held:
+            line = self._held[0]
+            whole = len(line.ranks) == len(self._ranks)
+            if not (everything or whole or line.due <= now or len(self._held) > _MOST_HELD):
+                break
+            self._held.popleft()
+            same = self._same[line.name, line.text]
+            same.popleft()
+            if not same:
+                del self._same[line.name, line.text]
+            mark = b"" if whole or not _is_line(line.text) else f"[{name_ranks(line.ranks)}] ".encode()
+            self._put(line.name, line.ranks[0], mark + line.text)
 
     def _end(self, stream: _Stream) -> None:
+        if stream.pending and self._collapse:
+            stream.pending += b"\n"  # no more of this line will come, so it is a line
         if stream.pending:
-            self._show(stream, everything=True)
+            self._show(stream, len(stream.pending))
         with self._lock:
             self._selector.unregister(stream.reader)
             del self._streams[stream.reader]
         os.close(stream.reader)
         if stream.writer >= 0:
             os.close(stream.writer)
-        stream.file.close()
+        if stream.file is not None:
+            stream.file.close()
 
+    # --- the files ---------------------------------------------------------------------------------------------
 
-def name_ranks(ranks: list[int]) -> str:
-    """ "rank 3", "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
+    def _open_file(self, path: Path) -> BinaryIO | None:
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return open(path, "ab", buffering=0)
+        except OSError as error:
+            self._not_kept(path, error)
+            return None
+
+    def _keep(self, stream: _Stream, data: bytes) -> None:
+        if stream.file is None:
+            return
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[stream.file.write(rest) :]
+        except OSError as error:  # a full disk must not stop the job
+            self._not_kept(stream.path, error)
+
+    def _not_kept(self, path: Path, error: OSError) -> None:
+        self._note("disk", f"what ranks print is not kept in {path.parent} ({error.strerror}); the job goes on.")
+
+    # --- the screen --------------------------------------------------------------------------------------------
+
+    def _put(self, name: str, rank: int, text: bytes, stream: _Stream | None = None) -> None:
+        screen = self._screens[name]
+        other = self._unfinished.get(screen.key, rank)
+        if other != rank and not text.startswith((b"\r", b"\n")):
+            # Somebody else's line stands there without an end; it must not swallow the beginning of this one.
+            screen.write(b"\n")
+            for interrupted in self._all():
+                interrupted.fresh = interrupted.fresh or interrupted.rank == other
+        if text.endswith(b"\n"):
+            self._unfinished.pop(screen.key, None)
         else:
-            runs.append([rank, rank])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+            self._unfinished[screen.key] = rank
+        if stream is not None and self._prefix[name]:
+            text = _with_rank(stream, text)
+        if not screen.write(text):
+            way = "nothing of it is shown" if name == "err" else "the files of the run directory have it all"
+            self._note(name, f"nobody reads std{name} any more; the job goes on, and {way}.")
+
+    def _end_lines(self) -> None:
+        """With several ranks, what the launcher says next begins a line."""
+        for key in list(self._unfinished) if len(self._ranks) > 1 else ():
+            next(screen for screen in self._screens.values() if screen.key == key).write(b"\n")
+            del self._unfinished[key]
+
+    def _note(self, what: str, text: str) -> None:
+        if what not in self._noted:
+            self._noted.add(what)
+            self._screens["err"].write(f"lockstep launch: {text}\n".encode())
 
 
-def _terminal(screen: Any) -> tuple[int, int]:
+class _Screen:
+    """Where a stream of the launcher's own goes; it may be closed, full for a moment, or lose its reader."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._fd = -1
+        self._gone = file is None
+        self.key: Any = object()
+        """The same for two streams that go to the same place."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no file, or closed
+            file.flush()
+            self._fd = file.fileno()
+            place = os.fstat(self._fd)
+            self.key = (place.st_dev, place.st_ino)
+
+    def stream(self) -> tuple[int, int]:
+        """Both ends of what a rank writes into: a terminal if this is one, else a pipe."""
+        if self._fd >= 0 and os.isatty(self._fd):
+            with contextlib.suppress(OSError):  # there may be no terminals left
+                return _terminal(self._fd)
+        return os.pipe()
+
+    def write(self, text: bytes) -> bool:
+        """Whether it could be written; False once, when the reader has gone."""
+        if self._gone:
+            return True
+        try:
+            if self._fd < 0:
+                self._file.write(text.decode(errors="replace"))
+                return True
+            rest = memoryview(text)
+            while rest:
+                rest = rest[self._some(rest) :]
+        except (OSError, ValueError):
+            self._gone = True
+            return False
+        return True
+
+    def _some(self, text: memoryview) -> int:
+        try:
+            return os.write(self._fd, text)
+        except BlockingIOError:  # somebody has made it non-blocking
+            room = select.poll()
+            room.register(self._fd, select.POLLOUT)
+            room.poll(1000)
+            return 0
+
+
+def _is_line(text: bytes) -> bool:
+    """Whether it stands for itself: not a part of a line, nor one that is rewritten."""
+    return text.endswith(b"\n") and b"\r" not in text.removesuffix(b"\r\n")
+
+
+def _with_rank(stream: _Stream, text: bytes) -> bytes:
+    mark = f"[rank {stream.rank}] ".encode()
+    pieces = []
+    for line in text.splitlines(keepends=True):
+        pieces.append(mark + line if stream.fresh else line)
+        stream.fresh = line.endswith((b"\n", b"\r"))
+    return b"".join(pieces)
+
+
+def _terminal(screen: int) -> tuple[int, int]:
     """A terminal of the same size, that passes lines on as they are."""
     import fcntl
     import pty
@@ -230,13 +387,5 @@ def _terminal(screen: Any) -> tuple[int, int]:
     mode[1] &= ~termios.OPOST
     termios.tcsetattr(writer, termios.TCSANOW, mode)
     with contextlib.suppress(OSError):
-        fcntl.ioctl(writer, termios.TIOCSWINSZ, fcntl.ioctl(screen.fileno(), termios.TIOCGWINSZ, b"\0" * 8))
+        fcntl.ioctl(writer, termios.TIOCSWINSZ, fcntl.ioctl(screen, termios.TIOCGWINSZ, b"\0" * 8))
     return reader, writer
-
-
-def _readable(fds: list[int]) -> bool:
-    with selectors.DefaultSelector() as selector:
-        for fd in fds:
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                selector.register(fd, selectors.EVENT_READ)
-        return any(True for _ in selector.select(0)) if selector.get_map() else False

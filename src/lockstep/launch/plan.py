@@ -123,7 +123,8 @@ def make_plan(
     try:
         config = LaunchConfig(**{name: found.value for name, found in options.items()})
     except ConfigError as error:
-        raise ConfigError.of([*problems, *error.problems]) from None
+        missing = target.problem()
+        raise ConfigError.of([*problems, *error.problems, *([missing] if missing else [])]) from None
     problem = target.problem()
     if problem is not None:
         problems.append(problem)
@@ -241,6 +242,7 @@ class _Maker:
         config = self.config
         present, name = (0, "none") if config.cpu else self.count_accelerators(self.environ)
         if config.gpu_ids not in (None, "all"):
+            self._check_gpu_ids(present)
             present = min(present, len(self._gpu_ids()))
         if config.multi_gpu and not config.cpu and present == 0:
             self.problems.append(
@@ -272,6 +274,16 @@ class _Maker:
             )
         return asked, per_machine
 
+    def _check_gpu_ids(self, present: int) -> None:
+        asked = self._gpu_ids()
+        if not asked or len(set(asked)) < len(asked):
+            self.problems.append(f"--gpu_ids {self.config.gpu_ids} must name accelerators, each once: 0,2.")
+        elif present == 0 and not self.config.cpu:
+            self.problems.append(
+                f"--gpu_ids {self.config.gpu_ids}: torch finds no accelerator on this machine. Leave it out to train "
+                "on the CPU, or check the driver and the build of torch with `lockstep env`."
+            )
+
     def _gpu_ids(self) -> list[str]:
         return [part.strip() for part in str(self.config.gpu_ids).split(",") if part.strip()]
 
@@ -290,7 +302,7 @@ class _Maker:
             variables[env.VARIABLES[setting][0]] = text.lower() if isinstance(value, bool) else text
         if config.gpu_ids not in (None, "all"):
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpu_ids())
-        if processes > 1:
+        if processes > 1 or config.num_cpu_threads_per_process is not None:
             self._threads(variables, per_machine)
         return variables
 
@@ -357,8 +369,11 @@ class _Maker:
         config = self.config
         if config.rdzv_endpoint is not None:
             host, _, port = config.rdzv_endpoint.rpartition(":")
-            if not host or not port.isdecimal():
-                self.problems.append(f"--rdzv_endpoint {config.rdzv_endpoint} must be HOST:PORT.")
+            if not host or not port.isdecimal() or int(port) > 65535 or (":" in host and not host.startswith("[")):
+                self.problems.append(
+                    f"--rdzv_endpoint {config.rdzv_endpoint} must be HOST:PORT, with a port up to 65535 and an IPv6 "
+                    "address in brackets."
+                )
                 return None
             return host.strip("[]"), int(port)
         if config.main_process_ip is None and self.allocation is not None and self.allocation.agent:
@@ -426,7 +441,8 @@ class _Maker:
 
 
 def _taken(port: int) -> str:
+    free = machine.next_free(port)
     return (
-        f"Port {port} is in use on this machine. Free now: {machine.next_free(port)} (--main_process_port "
-        f"{machine.next_free(port)}); 0 takes any, on one machine."
+        f"Port {port} is in use on this machine. Free now: {free} (--main_process_port {free}); 0 takes any, on one "
+        "machine."
     )

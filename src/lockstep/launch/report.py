@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.launch.output import name_ranks
+from lockstep.rundir.ranks import name_ranks
 from lockstep.rundir.words import LastWords, first_failure
 
 _SIGNALS = {
@@ -18,8 +19,9 @@ _SIGNALS = {
     signal.SIGFPE: "arithmetic error in native code",
     signal.SIGILL: "illegal instruction: native code built for another processor",
     signal.SIGINT: "interrupted (Ctrl-C)",
-    signal.SIGTERM: "asked to end (SIGTERM)",
-    signal.SIGHUP: "its terminal was closed (SIGHUP)",
+    signal.SIGTERM: "asked to end",
+    signal.SIGHUP: "its terminal was closed",
+    signal.SIGPIPE: "wrote to something that nobody reads",
     signal.SIGXCPU: "used up its CPU time limit",
 }
 _TAIL = 20
@@ -41,7 +43,7 @@ class Exit:
 
 
 def out_of_memory_kills() -> int | None:
-    """How often the operating system has killed a process for want of memory since it started; None if it does not tell."""
+    """How often the operating system has killed a process for want of memory; None if it does not tell."""
     try:
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -54,7 +56,7 @@ def out_of_memory_kills() -> int | None:
 def in_words(code: int, out_of_memory: bool = False) -> str:
     """An exit code or signal in plain words."""
     if code >= 0:
-        return f"ended with exit code {code}"
+        return f"ended with exit code {code}{_as_shell(code)}"
     if code == -signal.SIGKILL:
         if out_of_memory:
             return "killed by the operating system, out of memory"
@@ -66,6 +68,13 @@ def in_words(code: int, out_of_memory: bool = False) -> str:
     return f"{_SIGNALS.get(known, 'ended by a signal')} ({known.name})"
 
 
+def _as_shell(code: int) -> str:
+    """A shell, which --no_python may have started, turns its child's signal into a code."""
+    with suppress(ValueError):
+        return f" (128 + {code - 128}: {signal.Signals(code - 128).name} in a process it started)" if code > 128 else ""
+    return ""
+
+
 def tell(
     exits: Sequence[Exit],
     words: Sequence[LastWords],
@@ -75,7 +84,7 @@ def tell(
 ) -> tuple[str, int]:
     """The text for the screen, and the exit code of the job."""
     own = {ended.rank: ended for ended in exits}
-    said = {word.rank: word for word in words if word.rank in own}
+    said = _of_these(exits, words)
     first = _first(exits, said)
     ended = own[first]
     lines = [_rule("the job failed"), f"Output of each rank: {logs}"]
@@ -86,12 +95,18 @@ def tell(
 
 def one_line(exits: Sequence[Exit], words: Sequence[LastWords], out_of_memory: bool = False) -> str:
     """Who failed first, and of what, in one sentence."""
-    said = {word.rank: word for word in words}
+    said = _of_these(exits, words)
     first = _first(exits, said)
     ended = next(ended for ended in exits if ended.rank == first)
     if first in said:
         return f"Rank {first} failed at {said[first].line}: {_one_line(f'{said[first].kind}: {said[first].message}')}."
     return f"Rank {first} failed: {in_words(ended.code, out_of_memory)}."
+
+
+def _of_these(exits: Sequence[Exit], words: Sequence[LastWords]) -> dict[int, LastWords]:
+    """The words by rank, without those that an earlier job has left in the same directory."""
+    pids = {ended.rank: ended.pid for ended in exits}
+    return {word.rank: word for word in words if pids.get(word.rank) == word.pid}
 
 
 def _first(exits: Sequence[Exit], said: Mapping[int, LastWords]) -> int:
@@ -120,7 +135,10 @@ def _followers(own: Mapping[int, Exit], said: Mapping[int, LastWords], first: in
 
 
 def _in_full(ended: Exit, words: LastWords | None, logs: Path, out_of_memory: bool) -> list[str]:
-    who = f"Rank {ended.rank} on {socket.gethostname()} (pid {ended.pid}) failed first"
+    host = words.host if words is not None else socket.gethostname()
+    who = f"Rank {ended.rank} on {host} (pid {ended.pid}) failed first"
+    if words is not None and words.kind == "SystemExit":
+        return [f"{who}: it left with sys.exit({words.message}), at {words.line}."]
     if words is not None:
         return [f"{who}, at {words.line}:", "", words.traceback.rstrip()]
     lines = [f"{who}: {in_words(ended.code, out_of_memory)}."]
@@ -140,7 +158,8 @@ def _tail(path: Path) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError:
         return []
-    lines = [line.rpartition("\r")[2] for line in text.splitlines()]
+    # By "\n" alone: of a progress bar, which goes back by "\r", only the last state counts.
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.removesuffix("\n").split("\n")]
     return [f"  {line}" for line in lines[-_TAIL:]] if any(line.strip() for line in lines) else []
 
 

@@ -3,6 +3,7 @@
 It runs the script as Python would, as ``__main__``, and adds what the launcher needs to say why a rank ended:
 
 - an exception that nobody caught is written down as the rank's last words before it is printed;
+- a crash in native code prints the Python lines that led to it;
 - SIGUSR2 writes the stacks of all threads into the run directory, even while the main thread is in C++;
 - the rank dies with its launcher, however that ends, so that nothing is left running.
 
@@ -16,13 +17,15 @@ import faulthandler
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any
 
 from lockstep.config import env
-from lockstep.rundir.place import RunDirectory
+from lockstep.rundir import names
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType, TracebackType
+    from typing import Any
 
 _kept: list[Any] = []
 """Files that must stay open as long as the process lives."""
@@ -35,74 +38,89 @@ def main() -> None:
     script, *args = argv[1:] if module else argv
     _die_with_launcher()
     environ = env.snapshot()
-    if environ.get("LOCKSTEP_RUN_DIR"):
-        directory = RunDirectory(path=Path(environ["LOCKSTEP_RUN_DIR"]))
-        _keep_last_words(directory)
+    directory = environ.get(names.VARIABLE)
+    if directory:
         _write_stacks_on_signal(directory, environ)
+    _write_stack_on_crash()
+    _print_without_us()
     sys.argv = [script, *args]
-    run = _run_module if module else _run_script
     try:
-        run(script)
-    except SystemExit as leaving:
-        # Python calls no hook for it, and where a script says sys.exit(3) is what its user will look for.
-        if leaving.code not in (None, 0) and environ.get("LOCKSTEP_RUN_DIR"):
+        if module:
+            _run_module(script)
+        else:
+            _run_script(script)
+    except BaseException as error:
+        # Here, and not in an excepthook: the script may have replaced that, and Python calls none for SystemExit.
+        if directory and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            from pathlib import Path
+
             from lockstep.rundir import words
 
-            words.write(directory.path, words.of_this_process(type(leaving), leaving, leaving.__traceback__))
+            words.write(Path(directory), words.of_this_process(type(error), error, error.__traceback__))
         raise
 
 
 def _run_script(script: str) -> None:
     """As ``python script.py`` does, in the real ``__main__``, so that pickling and multiprocessing find it there."""
-    sys.path[0] = str(Path(script).resolve().parent)
-    main_module: ModuleType = sys.modules["__main__"]
-    code = compile(Path(script).read_bytes(), script, "exec")
-    names = main_module.__dict__
-    for name in [name for name in names if name not in ("__name__", "__builtins__")]:
-        del names[name]
-    names.update(__file__=script, __spec__=None, __doc__=None, __loader__=None, __package__=None, __cached__=None)
-    exec(code, names)
+    if not getattr(sys.flags, "safe_path", False):  # with that, Python adds no folder of its own
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    path = os.path.abspath(script)
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    module = _empty_main()
+    module.update(__file__=path, __spec__=None, __doc__=None, __loader__=None, __package__=None, __cached__=None)
+    exec(code, module)
 
 
 def _run_module(name: str) -> None:
     import runpy
 
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    _empty_main()
+    # What `python -m` itself calls. The public run_module takes the module out of sys.modules before its threads and
+    # exit functions have run, which then cannot pickle what it defines.
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
-def _keep_last_words(directory: RunDirectory) -> None:
+def _empty_main() -> dict[str, Any]:
+    main_module: ModuleType = sys.modules["__main__"]
+    module = main_module.__dict__
+    for name in [name for name in module if name not in ("__name__", "__builtins__")]:
+        del module[name]
+    return module
+
+
+def _print_without_us() -> None:
     before = sys.excepthook
 
-    def keep(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        from lockstep.rundir import words
+    def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        trace = _from_script(trace)
+        before(kind, value.with_traceback(trace), trace)
 
-        words.write(directory.path, words.of_this_process(kind, value, trace))
-        before(kind, value.with_traceback(_from_script(trace)), _from_script(trace))
-
-    sys.excepthook = keep
+    sys.excepthook = show
 
 
 def _from_script(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback as it would be without us."""
-    start = trace
-    while start is not None:
-        name = start.tb_frame.f_code.co_filename
-        if name != __file__ and not name.startswith("<frozen"):
-            return start
-        start = start.tb_next
+    """The traceback as it would be without us: empty when the script could not even be compiled."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        trace = trace.tb_next
     return trace
 
 
-def _write_stacks_on_signal(directory: RunDirectory, environ: Mapping[str, str]) -> None:
-    from lockstep.rundir import words
-
+def _write_stacks_on_signal(directory: str, environ: Mapping[str, str]) -> None:
+    folder = os.path.join(directory, "stacks")
     try:
-        directory.stacks.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = open(directory.stack(words.rank_in(environ)), "w")  # noqa: SIM115  # stays open as long as the process
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        file = open(os.path.join(folder, names.stack_file(names.rank_in(environ))), "w")  # noqa: SIM115  # stays open as long as the process
     except OSError:
         return  # a disk that fails must not keep the script from running
     _kept.append(file)
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+
+
+def _write_stack_on_crash() -> None:
+    with contextlib.suppress(RuntimeError, OSError, ValueError):  # without a stderr there is nowhere to write
+        if not faulthandler.is_enabled():
+            faulthandler.enable()
 
 
 def _die_with_launcher() -> None:

@@ -42,6 +42,9 @@ class Strategy(Protocol):
         ``states`` is what a rank that runs out early takes over from the others at the end.
         """
 
+    def enter_backward(self, batch: int | None) -> int:
+        """Note that a backward of this batch begins, if it averages gradients; what to leave it by."""
+
     def reattach(self, model: nn.Module) -> None:
         """Point the model at the group's new generation."""
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import trees
+from lockstep.comm.entering import enter, spell
 from lockstep.comm.objects import all_objects
 from lockstep.comm.tensors import broadcast_leaves
 from lockstep.config.choices import DDPCommunicationHookType
@@ -49,6 +50,7 @@ class DDP:
         self._options = options
         self._wrapped: WeakSet[DistributedDataParallel] = WeakSet()
         self._meetings: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+        self._expected = False
         group.on_arm(self._arm)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -75,6 +77,7 @@ class DDP:
             static_graph=options.static_graph,
         )
         self._wrapped.add(wrapped)
+        wrapped.register_forward_pre_hook(self._expect_backward)
         self._hook(wrapped)
         if on_host and not wrapped._comm_hooks:
             self._meet_after_backward(wrapped)
@@ -82,12 +85,28 @@ class DDP:
             wrapped.register_forward_pre_hook(self._share_buffers)
         return wrapped
 
+    def _expect_backward(self, wrapped: nn.Module, _: Any) -> None:
+        """A forward whose backward will average: a backward of something else meets no other rank."""
+        if torch.is_grad_enabled() and wrapped.require_backward_grad_sync:
+            self._expected = True
+
+    def enter_backward(self, batch: int | None) -> int:
+        """Note that a backward begins, if it averages gradients; the batch it is of must be the same on all ranks."""
+        if not self._expected:
+            return -1
+        self._expected = False
+        return enter(self._group, "backward", None if batch is None else f"batch {batch}")
+
     def _share_buffers(self, wrapped: nn.Module, _: Any) -> None:
         """Give every rank rank 0's buffers before a forward, when DDP would, but in a way that can be left."""
         if wrapped.require_forward_param_sync and not _in_join(wrapped):
             leaves, signature = trees.flatten(list(wrapped.module.buffers()))  # type: ignore[union-attr]
             self._group.check("sharing buffers")
-            broadcast_leaves(self._group, leaves, signature)
+            number = enter(self._group, "sharing buffers", spell(signature))
+            try:
+                broadcast_leaves(self._group, leaves, signature)
+            finally:
+                self._group.box.leave(number)
 
     def _hook(self, wrapped: DistributedDataParallel, armed: bool = False) -> None:
         """Have the gradients travel as the options ask, and on CPU, once failures are survived, so that it can be left.
@@ -180,8 +199,13 @@ class DDP:
             if on_host and isinstance(item, DistributedDataParallel) and not item._comm_hooks:
                 self._hook(item, armed=True)
         buffers = _BUFFER_OPTION if on_host and self._options.broadcast_buffers else None
-        with joined(self._group, items, accumulation, states, buffers):
-            yield
+        # Inside, ranks may do different numbers of things: all of it counts as one.
+        number = enter(self._group, "join_uneven_inputs")
+        try:
+            with joined(self._group, items, accumulation, states, buffers):
+                yield
+        finally:
+            self._group.box.leave(number)
 
     def reattach(self, model: nn.Module) -> None:
         """Point the model at the group's new generation.

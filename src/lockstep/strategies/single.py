@@ -31,5 +31,9 @@ class Single:
         """Nobody to wait for."""
         return nullcontext()
 
+    def enter_backward(self, batch: int | None) -> int:
+        """Nothing to wait for."""
+        return -1
+
     def reattach(self, model: nn.Module) -> None:
         """Nothing to attach."""

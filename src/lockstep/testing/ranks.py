@@ -169,7 +169,7 @@ class Ranks:
             call=call,
             path=[entry or os.getcwd() for entry in sys.path],
             cwd=os.getcwd(),
-            environ={"LOCKSTEP_RUN_DIR": str(folder / "run"), **environment.snapshot()},
+            environ={**environment.snapshot(), "LOCKSTEP_RUN_DIR": str(folder / "run")},
             overrides=overrides,
             world_size=self.world_size,
             port=_free_port(),

@@ -16,11 +16,12 @@ from typing import Any
 from lockstep.config import env, resolve
 from lockstep.config.handlers import InitProcessGroupKwargs
 from lockstep.errors import ConfigError
-from lockstep.rundir import place
+from lockstep.rundir import names, place
 from lockstep.rundir.place import RunDirectory
 from lockstep.topology.farewell import Farewell
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology, discover, old_kernel_warning
+from lockstep.topology.watch import Watch
 
 
 @dataclass
@@ -49,6 +50,7 @@ class _Slot:
         self.stores: dict[str, Any] = {}
         """The store of the last job, by its address."""
         self.farewell = Farewell()
+        self.watch: Watch | None = None
 
 
 _slot = _Slot()
@@ -105,8 +107,10 @@ def require(
         farewell=_slot.farewell.install,
     )
     _slot.joined += 1
-    directory = _directory(topology, group, environ.get(place.VARIABLE), project_dir)
+    directory = _directory(topology, group, environ.get(names.VARIABLE), project_dir)
     _slot.session = Session(topology=topology, group=group, init=init, directory=directory)
+    if directory is not None and topology.world_size > 1:
+        _slot.watch = Watch(topology, group, directory, _slot.joined)
     return _slot.session
 
 
@@ -143,6 +147,9 @@ def _check_same(session: Session, cpu: bool | None, init: InitProcessGroupKwargs
 def reset() -> None:
     """Leave the job and forget it, so that the next Accelerator starts anew."""
     session, _slot.session = _slot.session, None
+    watch, _slot.watch = _slot.watch, None
+    if watch is not None:
+        watch.close(failed=_slot.farewell.words)
     _slot.farewell.uninstall()
     if session is not None:
         session.group.close()

@@ -18,6 +18,8 @@ class Farewell:
     def __init__(self) -> None:
         self._group: Group | None = None
         self._before: Any = None
+        self.words = ""
+        """The first line of the exception that ended this rank; empty while there is none."""
 
     def install(self, group: Group) -> None:
         """From now on, tell the others. Before the process group is made: torch puts its own hook around ours."""
@@ -28,15 +30,17 @@ class Farewell:
     def uninstall(self) -> None:
         """The rank leaves in good order."""
         self._group = None
+        self.words = ""
         if sys.excepthook is self:
             sys.excepthook = self._before
 
     def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        """As an excepthook is called."""
+        text = str(value).strip()
+        self.words = f"{kind.__name__}: {text.splitlines()[0]}" if text else kind.__name__
         if self._group is not None:
             with contextlib.suppress(RuntimeError, TopologyError):  # the store may be gone; the user's error is shown
                 if not self._group.is_consequence(value):
                     details = "".join(traceback.format_exception(kind, value, trace))
-                    text = str(value).strip()
-                    line = f"{kind.__name__}: {text.splitlines()[0]}" if text else kind.__name__
-                    self._group.end(line, leaving=True, details=details)
+                    self._group.end(self.words, leaving=True, details=details)
         self._before(kind, value, trace)

@@ -28,11 +28,14 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lockstep.blackbox.box import NoBox
+from lockstep.blackbox.peers import Peers
 from lockstep.errors import PeerFailure, TopologyError
 from lockstep.topology import sockets, threads
 from lockstep.topology.store import open_store, port_of
@@ -87,6 +90,12 @@ class Group:
         """Scopes of ``comm.agree`` that are open: inside one, a failure here is survived."""
         self.armed = False
         """Whether a scope of ``comm.agree`` was ever opened, so that a rank must be able to leave whatever it is in."""
+        self.box: NoBox = NoBox()
+        """Where this rank writes what it is doing."""
+        self.boxes: Path | None = None
+        """The folder in which the boxes of this machine's ranks are."""
+        self.peers: Peers | None = None
+        """The boxes of this machine's other ranks."""
         self.memo: dict[Any, Any] = {}
         """What the collectives remember between calls of one generation."""
         self._pg: Any = None
@@ -122,8 +131,8 @@ class Group:
         """Called on: all ranks. Join the job; a process that nobody started as part of one is alone.
 
         ``session`` counts how often this process has joined before, and ``stores`` holds the store of the last time:
-        a process that leaves and joins again finds the same store, and a fresh place in it. ``farewell`` sees to it that
-        the others are told when this rank fails.
+        a process that leaves and joins again finds the same store, and a fresh place in it. ``farewell`` sees to it
+        that the others are told when this rank fails.
         """
         group = cls(topology, timeout=timeout, debug=debug)
         if topology.backend is None:
@@ -362,6 +371,7 @@ class Group:
             self._watch()
             try:
                 self._join()
+                self.box.generation(self.generation)
                 break
             except Exception:
                 self._await_cause()

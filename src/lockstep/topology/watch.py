@@ -1,0 +1,81 @@
+"""What a rank does so that others see where it is: its box, its reporter, and a watcher where no launcher has one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import uuid
+
+from lockstep.blackbox.box import open_box
+from lockstep.blackbox.peers import Peers, box_path
+from lockstep.blackbox.snapshot import Snapshot
+from lockstep.config import env
+from lockstep.guard import side
+from lockstep.guard.reporter import STOPPED, Reporter
+from lockstep.guard.watcher import Found, Watcher, is_stopped, read_stall
+from lockstep.rundir.place import RunDirectory
+from lockstep.topology.group import Group
+from lockstep.topology.topology import Topology
+
+
+class Watch:
+    """This rank's part in the guard."""
+
+    def __init__(self, topology: Topology, group: Group, directory: RunDirectory, session: int) -> None:
+        self._group = group
+        self._began = time.time()
+        boxes = directory.boxes
+        first = topology.rank - topology.local_rank
+        group.box = open_box(
+            box_path(boxes, topology.rank),
+            rank=topology.rank,
+            world_size=topology.world_size,
+            local_rank=topology.local_rank,
+            node=topology.node_rank,
+            host=os.uname().nodename,
+            pid=os.getpid(),
+            attempt=f"{_name(group)}.{session}",
+        )
+        group.boxes = boxes
+        group.peers = Peers(boxes, topology.rank, range(first, first + topology.local_world_size))
+        self._reporter = Reporter(
+            group.box, side.place(boxes, topology.rank), lambda: is_stopped(directory, self._began)
+        )
+        self._watcher: Watcher | None = None
+        if topology.is_local_main and topology.launcher != "lockstep launch":
+            self._watcher = _watcher(topology, directory)
+
+    def close(self, failed: str = "") -> None:
+        """The rank leaves the job: in good order, or with this exception."""
+        if self._watcher is not None:
+            self._watcher.close()
+        self._reporter.stop()
+        self._group.box.close("failed" if failed else "finished", failed)
+        self._group.peers = None
+
+
+def _name(group: Group) -> str:
+    """Called on: all ranks. A name that no other job has: two may be given one run directory."""
+    if group.rank == 0:
+        group.store.set("job", uuid.uuid4().hex)
+    return group.store.get("job").decode()
+
+
+def _watcher(topology: Topology, directory: RunDirectory) -> Watcher:
+    """For a job that another launcher started: local rank 0 watches over the ranks of its machine."""
+
+    def tell(text: str) -> None:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+    def stop(found: Found) -> None:
+        tell(found.text)
+        os._exit(STOPPED)  # the others see what was written down, and follow
+
+    def mine(box: Snapshot) -> bool:
+        return box.node == topology.node_rank and box.world_size == topology.world_size
+
+    watcher = Watcher(directory, tell=tell, stop=stop, stall=read_stall(env.snapshot()), mine=mine)
+    watcher.start()
+    return watcher
