@@ -495,8 +495,9 @@ class Accelerator(ProcessView, DataOptions):
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         box = self._group.box
-        box.phase("backward")
         number = self._strategy.enter_backward(self._round_number())
+        if number < 0:
+            box.phase("backward")  # one that meets nobody
         try:
             if num_items is not None and not num_items:
                 with silenced(self._parameters()):
@@ -509,7 +510,6 @@ class Accelerator(ProcessView, DataOptions):
             raise
         finally:
             box.leave(number)
-            box.phase("")
         if accumulation.sync_gradients:
             if num_items is not None:
                 accumulation.settle_items(self._group, self._parameters())
