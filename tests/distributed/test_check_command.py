@@ -88,6 +88,7 @@ def test_all_pass_on_one_process(tmp_path: Path) -> None:
     assert ended.out.splitlines()[-1] == "All 9 checks passed on 1 process (cpu); 1 skipped"
 
 
+@pytest.mark.soak
 def test_all_pass_on_two_processes(tmp_path: Path) -> None:
     ended = run(*TORCHRUN, "-m", "lockstep.testing.checks", folder=tmp_path)
     assert ended.code == 0, ended.out + ended.err
@@ -96,6 +97,7 @@ def test_all_pass_on_two_processes(tmp_path: Path) -> None:
     assert len(ended.out.splitlines()) == 11, "rank 0 alone prints"
 
 
+@pytest.mark.soak
 def test_what_the_job_is_configured_with_does_not_disturb(tmp_path: Path) -> None:
     """Each check has its own precision, accumulation and compiler, whatever scripts are to use."""
     variables = {
@@ -141,6 +143,7 @@ def test_a_failure_names_its_check_and_its_rank(tmp_path: Path, body: str) -> No
     assert ended.out.splitlines()[-1] == "1 of 4 checks failed on 2 processes (cpu, gloo): data sharding"
 
 
+@pytest.mark.soak
 def test_a_wrong_result_is_told(tmp_path: Path) -> None:
     body = "trials.expect('gather', accelerator.gather(torch.tensor([rank])).tolist(), [0, 2])"
     ended = run(*TORCHRUN, planted(tmp_path, body), folder=tmp_path)
@@ -148,6 +151,7 @@ def test_a_wrong_result_is_told(tmp_path: Path) -> None:
     assert "WrongResult: gather gave [0, 1], and should have given [0, 2]" in ended.out
 
 
+@pytest.mark.soak
 def test_a_failure_in_json(tmp_path: Path) -> None:
     script = planted(tmp_path, "if rank == 1: raise OSError('the disk of rank 1 is full')")
     ended = run(*TORCHRUN, script, "--json", folder=tmp_path)
@@ -161,6 +165,7 @@ def test_a_failure_in_json(tmp_path: Path) -> None:
     assert "planted.py" in failure["details"]
 
 
+@pytest.mark.soak
 def test_a_rank_that_dies_ends_the_job(tmp_path: Path) -> None:
     script = planted(tmp_path, "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\naccelerator.gather(torch.ones(3))")
     ended = run(*TORCHRUN, script, folder=tmp_path)
@@ -208,6 +213,7 @@ SABOTAGE = """
 """
 
 
+@pytest.mark.soak
 def test_broken_parts_are_found(tmp_path: Path) -> None:
     """Something underneath each check is broken: none of them passes whatever happens."""
     path = tmp_path / "sabotage.py"
@@ -222,6 +228,7 @@ def test_broken_parts_are_found(tmp_path: Path) -> None:
     assert kinds == {**{name: {"WrongResult"} for name in NAMES}, "mixed precision bf16": {"ConfigError"}}
 
 
+@pytest.mark.soak
 def test_the_marks_where_only_ascii_can_be_printed(tmp_path: Path) -> None:
     script = planted(tmp_path, "raise OSError('full')")
     ended = run(script, folder=tmp_path, env={"PYTHONIOENCODING": "ascii"})

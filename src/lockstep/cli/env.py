@@ -46,6 +46,7 @@ _DEFAULTS = {
     "gradient_accumulation_steps": "1",
     "reproducible": "no",
     "debug": "no",
+    "stall_seconds": "30",
     "log_level": "as the script sets it",
     "dynamo_backend": "no",
 }
@@ -431,6 +432,7 @@ def _check(setting: str, text: str, variable: str) -> None:
     readers: dict[str, Callable[[str, str], Any]] = {
         "mixed_precision": settings.read_precision,
         "gradient_accumulation_steps": env.parse_int,
+        "stall_seconds": env.parse_int,
         "debug": lambda text, variable: settings.read_debug(None, {variable: text}),
         "dynamo_backend": DynamoBackend.parse,
         **dict.fromkeys(("device", "log_level", "dynamo_mode"), lambda text, _: text),

@@ -54,6 +54,8 @@ def _part(part: Any, free_dim: int | None) -> str:
         return ""
     if isinstance(part, torch.Size):
         sizes: list[Any] = list(part)
+        if free_dim == 0 and not sizes:
+            return "[any]"  # compared, and told to all ranks, when the sizes have been exchanged
         if free_dim is not None and -len(sizes) <= free_dim < len(sizes):
             sizes[free_dim] = "any"
         return str(sizes).replace("'", "")

@@ -1,0 +1,156 @@
+"""Ranks that fall out of step, for real: who is named, which line, why; and those that only look as if they did."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "out_of_step.py"
+LINES = {
+    line.rpartition("# mark: ")[2].strip(): number
+    for number, line in enumerate(SCRIPT.read_text().splitlines(), 1)
+    if "# mark: " in line
+}
+LIMIT = 60.0
+STOPPED = 86
+
+
+@dataclass
+class Result:
+    code: int
+    text: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"exit code {self.code} after {self.seconds:.1f} s\n{self.text}"
+
+
+def run(folder: Path, scenario: str, *args: str, ranks: int = 2, launcher: str = "lockstep", **env: str) -> Result:
+    command = {
+        "lockstep": [sys.executable, "-m", "lockstep", "launch", "--cpu", "--num_processes", str(ranks)],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"],
+    }[launcher]
+    environ = {**os.environ, "LOCKSTEP_RUN_DIR": str(folder / "run"), "OMP_NUM_THREADS": "1", **env}
+    start = time.monotonic()
+    with subprocess.Popen(
+        [*command, str(SCRIPT), scenario, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environ,
+        start_new_session=True,
+    ) as process:
+        try:
+            text, _ = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                text, _ = process.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                text, _ = process.communicate()
+            pytest.fail(f"took more than {LIMIT} s\n{text}", pytrace=False)
+    return Result(process.returncode, text, time.monotonic() - start)
+
+
+def at(mark: str) -> str:
+    return f"out_of_step.py:{LINES[mark]}"
+
+
+# Scenario, the exit code, what the screen must say. The odd rank is the last one.
+STOPS: list[tuple[str, list[str]]] = [
+    ("shapes", ["shape mismatches", "[2], float32", "[3], float32", at("shapes"), "pad_across_processes"]),
+    ("dtypes", ["float32", "float64", at("dtypes")]),
+    ("structures", [at("structures"), "tuple", "dict"]),
+    ("operations", ["different operations", at("odd"), at("even")]),
+    ("opposite order", ["different operations", at("odd"), at("even")]),
+    ("gather under main", [at("under main"), at("after"), "is_main_process"]),
+    ("barrier under main", [at("under main"), at("backward"), "is_main_process"]),
+    ("raw", [at("odd"), at("even"), "all_reduce", "barrier"]),
+    ("leaves the loop early", [at("backward"), at("end")]),
+    ("skips an update", [at("backward"), "skipped an update"]),
+    ("raises", ["ValueError: sample 11 is broken", at("raises")]),
+    ("exits with 0", [at("backward")]),
+    ("killed", ["killed"]),
+]
+
+
+def check(result: Result, parts: list[str]) -> None:
+    assert result.code != 0, result
+    for part in parts:
+        assert part in result.text, f"{part!r} is not in\n{result}"
+
+
+@pytest.mark.parametrize(("scenario", "parts"), STOPS, ids=[name for name, _ in STOPS])
+def test_the_job_stops_and_says_why(tmp_path: Path, scenario: str, parts: list[str]) -> None:
+    check(run(tmp_path, scenario), parts)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", ["lockstep", "torchrun"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("scenario", "parts"), STOPS, ids=[name for name, _ in STOPS])
+def test_on_more_ranks_and_by_torchrun(
+    tmp_path: Path, scenario: str, parts: list[str], ranks: int, launcher: str
+) -> None:
+    check(run(tmp_path, scenario, ranks=ranks, launcher=launcher), parts)
+
+
+@pytest.mark.parametrize("scenario", ["raw", "leaves the loop early"])
+def test_by_torchrun_too(tmp_path: Path, scenario: str) -> None:
+    check(run(tmp_path, scenario, launcher="torchrun"), dict(STOPS)[scenario])
+
+
+STALLS = [
+    ("sleeps", "time.sleep", at("sleeps")),
+    ("endless loop", "while", at("loops")),
+    ("stuck in the loader", "data loader", at("loader")),
+]
+
+
+@pytest.mark.parametrize(("scenario", "what", "line"), STALLS, ids=[name for name, *_ in STALLS])
+def test_what_may_still_end_is_told_and_left_running(tmp_path: Path, scenario: str, what: str, line: str) -> None:
+    environ = {**os.environ, "LOCKSTEP_RUN_DIR": str(tmp_path / "run"), "LOCKSTEP_STALL_SECONDS": "3"}
+    command = [sys.executable, "-m", "lockstep", "launch", "--cpu", "--num_processes", "2", str(SCRIPT), scenario]
+    told = tmp_path / "run" / "diagnosis.txt"
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
+        try:
+            deadline = time.monotonic() + LIMIT
+            while not told.exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.1)
+            time.sleep(1.0)
+            assert process.poll() is None, (tmp_path / "output").read_text()
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+    shown = (tmp_path / "output").read_text()
+    assert told.exists(), shown
+    for part in ("rank 1", "rank 0", what, line, at("backward")):
+        assert part in told.read_text(), told.read_text()
+    assert told.read_text().strip().splitlines()[0] in shown
+
+
+def test_a_rank_alone_for_a_while_is_no_error(tmp_path: Path) -> None:
+    done = run(tmp_path, "alone for a while", "8")
+    assert done.code == 0, done
+    assert "all done" in done.text
+    assert "guard" not in done.text
+
+
+def test_a_deadlock_is_not_started_again(tmp_path: Path) -> None:
+    environ = {**os.environ, "LOCKSTEP_RUN_DIR": str(tmp_path / "run")}
+    command = [sys.executable, "-m", "lockstep", "launch", "--cpu", "--num_processes", "2", "--max_restarts", "3"]
+    done = subprocess.run(
+        [*command, str(SCRIPT), "raw"], capture_output=True, text=True, timeout=LIMIT, env=environ, check=False
+    )
+    assert done.returncode == STOPPED, done.stderr
+    assert "Starting again" not in done.stderr
+    assert (tmp_path / "run" / "diagnosis.json").exists()
