@@ -53,8 +53,8 @@ def train() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if SCENARIO == "sleeps" and odd and step == 2:
             time.sleep(600)  # mark: sleeps
-        while SCENARIO == "endless loop" and odd and step == 2:
-            pass  # mark: loops
+        while SCENARIO == "endless loop" and odd and step == 2:  # mark: loops
+            pass
         loss = model(batch).sum()
         accelerator.backward(loss)  # mark: backward
         optimizer.step()
@@ -71,27 +71,27 @@ def call() -> None:
         accelerator.gather({"a": torch.ones(2)} if odd else (torch.ones(2),))  # mark: structures
     elif SCENARIO == "operations":
         if odd:
-            accelerator.reduce(torch.ones(2))  # mark: odd
+            accelerator.reduce(torch.ones(2))  # mark: reduce
         else:
-            accelerator.gather(torch.ones(2))  # mark: even
+            accelerator.gather(torch.ones(2))  # mark: gather
     elif SCENARIO == "gather under main":
         if accelerator.is_main_process:
-            accelerator.gather(torch.ones(2))  # mark: under main
-        accelerator.wait_for_everyone()  # mark: after
+            accelerator.gather(torch.ones(2))  # mark: gather under main
+        accelerator.wait_for_everyone()  # mark: after gather
     elif SCENARIO == "barrier under main":
         if accelerator.is_main_process:
-            accelerator.wait_for_everyone()  # mark: under main
+            accelerator.wait_for_everyone()  # mark: barrier under main
     elif SCENARIO == "raw":
         if odd:
-            dist.all_reduce(torch.ones(2))  # mark: odd
+            dist.all_reduce(torch.ones(2))  # mark: all_reduce
         else:
-            dist.barrier()  # mark: even
+            dist.barrier()  # mark: barrier
     elif SCENARIO == "opposite order":
         if odd:
-            accelerator.gather(torch.ones(2))  # mark: odd
+            accelerator.gather(torch.ones(2))  # mark: gather first
             accelerator.reduce(torch.ones(2))
         else:
-            accelerator.reduce(torch.ones(2))  # mark: even
+            accelerator.reduce(torch.ones(2))  # mark: reduce first
             accelerator.gather(torch.ones(2))
     elif SCENARIO == "alone for a while":
         if accelerator.is_main_process:

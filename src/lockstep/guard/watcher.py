@@ -93,18 +93,17 @@ class Watcher:
         merged = [side.merged(box, side.place(self._directory.boxes, box.rank)) for box in boxes]
         everybody = merged if self._elsewhere is None else list(self._elsewhere(merged))
         found = diagnose(everybody, blocked_for=BLOCKED, stall=self._stall)
-        found = None if found is None else understand(found)
         before, self._before = self._before, found
         if found is None:
             return None
         if found.certain:
             # Boxes are read one after the other; what a second look sees again was no accident of that.
             if before is not None and before.certain and _same(before, found):
-                return Found(diagnosis=found, text=explain(found))
+                return Found(diagnosis=understand(found), text=explain(found))
             return None
         if found.seconds >= max(self._stall, 2 * self._told):
             self._told = found.seconds
-            shown = Found(diagnosis=found, text=explain(found))
+            shown = Found(diagnosis=understand(found), text=explain(found))
             write_down(self._directory, shown)
             self._tell(shown.text)
         return None
