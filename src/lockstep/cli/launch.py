@@ -8,7 +8,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from lockstep.config.launch import GROUPS, RELATED, LaunchConfig
@@ -103,8 +103,10 @@ def _carry_out(given: Given) -> int:
     from_file, file_name, refused, ignored = _read_file(given.own.get("config_file"), environ)
     options = resolve_launch(given.flags, environ, from_file, file_name)
     plan = make_plan(options, given.target(), environ, refused=[*given.problems, *refused], given=given.tokens)
+    passed_over = [f"{file_name}: {key} is not acted on: {why}" for key, why in ignored.items()]
+    plan = replace(plan, notes=(*passed_over, *plan.notes))
     if "dry_run" in given.own:
-        print(json.dumps(plan.to_dict(), indent=2) if "json" in given.own else _show(plan, ignored))
+        print(json.dumps(plan.to_dict(), indent=2) if "json" in given.own else _show(plan))
         return 0
     from lockstep.launch import job
 
@@ -322,7 +324,7 @@ def _add(group: Any, names: list[str], text: str, metavar: str | None, choices: 
         group.add_argument(*names, metavar=metavar or "{" + ",".join(choices or ()) + "}", help=text)
 
 
-def _show(plan: Any, ignored: Mapping[str, str]) -> str:
+def _show(plan: Any) -> str:
     lines = [
         f"{_KINDS[plan.kind]}: {plan.processes} process{'es' if plan.processes > 1 else ''}"
         + (f" on {plan.machines} machines, {plan.per_machine} here" if plan.machines > 1 else ""),
@@ -341,7 +343,6 @@ def _show(plan: Any, ignored: Mapping[str, str]) -> str:
     rest = ", ".join(name for name in plan.options if name not in said)
     lines.append(f"  by default: {rest}")
     lines += [f"Note: {note}" for note in plan.notes]
-    lines += [f"Not acted on: {key}: {why}" for key, why in ignored.items()]
     return "\n".join(lines)
 
 
