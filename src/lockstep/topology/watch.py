@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 import time
 import uuid
+from typing import TextIO
 
 from lockstep.blackbox.box import open_box
 from lockstep.blackbox.peers import Peers, box_path
@@ -42,6 +45,9 @@ class Watch:
         self._reporter = Reporter(
             group.box, side.place(boxes, topology.rank), lambda: is_stopped(directory, self._began)
         )
+        self._stacks = (
+            None if topology.launcher == "lockstep launch" else _write_stacks_on_signal(directory, topology.rank)
+        )
         self._watcher: Watcher | None = None
         if topology.is_local_main and topology.launcher != "lockstep launch":
             self._watcher = _watcher(topology, directory)
@@ -51,8 +57,24 @@ class Watch:
         if self._watcher is not None:
             self._watcher.close()
         self._reporter.stop()
+        if self._stacks is not None:
+            faulthandler.unregister(signal.SIGUSR2)
+            self._stacks.close()
         self._group.box.close("failed" if failed else "finished", failed)
         self._group.peers = None
+
+
+def _write_stacks_on_signal(directory: RunDirectory, rank: int) -> TextIO | None:
+    """What the launcher's shim does for its ranks: SIGUSR2 writes the stacks of all threads, even out of C++."""
+    if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+        return None  # the script's own
+    try:
+        directory.stacks.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = directory.stack(rank).open("w")
+    except OSError:
+        return None
+    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+    return file
 
 
 def _name(group: Group) -> str:
