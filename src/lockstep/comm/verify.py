@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.blackbox import sites
 from lockstep.comm import trees
-from lockstep.comm.sites import user_site
 from lockstep.comm.wire import gather_host
 from lockstep.errors import DistributedOperationException
 from lockstep.topology.group import Group
@@ -52,7 +53,7 @@ def _record(operation: str, tree: Any, extra: str, free_dim: int | None) -> dict
         "extra": extra,
         "shapes": ", ".join(shapes),
         "dtypes": ", ".join(dtypes),
-        "site": user_site(),
+        "site": sites.spell_site(sites.find_user_frame(sys._getframe(1), {})),
     }
 
 

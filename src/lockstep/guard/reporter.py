@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lockstep.blackbox import sites
 from lockstep.blackbox.snapshot import Raw
 from lockstep.guard import side
 
@@ -25,7 +26,6 @@ STILL = 0.9
 """Seconds without a move after which the rank says where it is."""
 STOPPED = 86
 """Exit code of a rank in a job that the guard has stopped: starting it again would only bring it back there."""
-_OURS = str(Path(__file__).resolve().parents[1])
 _FRAMES = 12
 
 
@@ -102,12 +102,7 @@ class Reporter:
 
     def _user_site(self) -> str:
         frame = sys._current_frames().get(self._main or 0)
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if not name.startswith((_OURS, "<")) and "/torch/" not in name:
-                return f"{_short(name)}:{frame.f_lineno}"
-            frame = frame.f_back
-        return ""
+        return "" if frame is None else _short(sites.spell_site(sites.find_user_frame(frame, {})))
 
 
 def _is_default(entry: dict[str, Any]) -> bool:
