@@ -156,6 +156,7 @@ class Accelerator(ProcessView, DataOptions):
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
         self._dataloaders: list[PreparedDataLoader] = []
+        self._updates = 0
         self._number = next(_numbers)
         self._record: Record | None = None
         """How the run is set up; None before its first update."""
@@ -511,6 +512,8 @@ class Accelerator(ProcessView, DataOptions):
         finally:
             box.leave(number)
         if accumulation.sync_gradients:
+            self._updates += 1
+            box.step(self._updates)
             if num_items is not None:
                 accumulation.settle_items(self._group, self._parameters())
             elif not accumulation.settled:

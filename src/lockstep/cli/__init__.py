@@ -15,6 +15,8 @@ COMMANDS = {
     "config": "answer a few questions once, so that launch needs no flags",
     "test": "check this set-up with a short real job",
     "env": "say where this process would run, on what, and why",
+    "watch": "show what every rank of a job is doing, live",
+    "stacks": "print where every rank of a job is, down to the Python line",
     "slurm": "write a batch file for SLURM",
 }
 """Subcommand -> what it does; each is the module of its name, with ``add_arguments`` and ``run``."""
