@@ -93,6 +93,17 @@ def call() -> None:
         else:
             accelerator.reduce(torch.ones(2))  # mark: reduce first
             accelerator.gather(torch.ones(2))
+    elif SCENARIO == "a handle for later":
+        handle = dist.all_reduce(torch.ones(2), async_op=not odd)
+        if not odd:
+            time.sleep(float(sys.argv[2]))
+            handle.wait()
+        else:
+            accelerator.print("here")
+    elif SCENARIO == "paused":
+        for _ in range(200):
+            accelerator.gather(torch.ones(2))
+            time.sleep(0.02)
     elif SCENARIO == "alone for a while":
         if accelerator.is_main_process:
             time.sleep(float(sys.argv[2]))

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.blackbox.read import read_all
+from lockstep.blackbox.snapshot import Snapshot
+
 SCRIPT = Path(__file__).parent / "out_of_step.py"
 LINES = {
     line.rpartition("# mark: ")[2].strip(): number
@@ -143,6 +146,29 @@ def test_a_rank_alone_for_a_while_is_no_error(tmp_path: Path) -> None:
     assert done.code == 0, done
     assert "all done" in done.text
     assert "guard" not in done.text
+
+
+def test_a_collective_that_is_waited_for_later_is_no_error(tmp_path: Path) -> None:
+    done = run(tmp_path, "a handle for later", "5")
+    assert done.code == 0, done
+    assert "guard" not in done.text
+
+
+def test_a_paused_rank_is_no_error(tmp_path: Path) -> None:
+    environ = {**os.environ, "LOCKSTEP_RUN_DIR": str(tmp_path / "run")}
+    command = [sys.executable, "-m", "lockstep", "launch", "--cpu", "--num_processes", "2", str(SCRIPT), "paused"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ) as process:
+        deadline = time.monotonic() + LIMIT
+        boxes: list[Snapshot] = []
+        while time.monotonic() < deadline and not (len(boxes) == 2 and all(box.entered > 5 for box in boxes)):
+            boxes = read_all(tmp_path / "run" / "boxes")
+            time.sleep(0.05)
+        os.kill(boxes[1].pid, signal.SIGSTOP)
+        time.sleep(4.0)
+        os.kill(boxes[1].pid, signal.SIGCONT)
+        text, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, text
+    assert "guard" not in text
 
 
 def test_a_deadlock_is_not_started_again(tmp_path: Path) -> None:

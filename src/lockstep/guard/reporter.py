@@ -7,6 +7,7 @@ and the main thread's stack. It also ends the process when the guard has stopped
 
 from __future__ import annotations
 
+import linecache
 import os
 import pickle
 import sys
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from lockstep.blackbox import sites
@@ -77,8 +79,9 @@ class Reporter:
         return tuple(lines)
 
     def _under_way(self, now: float) -> Raw | None:
-        """Torch's latest collective, if it has not ended."""
-        dump = _flight_recorder()
+        """Torch's collective that the main thread waits in, not one that it has only started."""
+        frame = sys._current_frames().get(self._main or 0)
+        dump = _flight_recorder() if frame is not None and _is_waiting(frame) else None
         if dump is None:
             return None
         entries = [entry for entry in dump.get("entries", ())[-8:] if not entry.get("retired", True)]
@@ -103,6 +106,12 @@ class Reporter:
     def _user_site(self) -> str:
         frame = sys._current_frames().get(self._main or 0)
         return "" if frame is None else _short(sites.spell_site(sites.find_user_frame(frame, {})))
+
+
+def _is_waiting(frame: FrameType) -> bool:
+    """Whether the innermost frame waits for others: one of torch's or ours, or a line that waits for a handle."""
+    name = frame.f_code.co_filename
+    return not sites.is_user_file(name) or "wait" in linecache.getline(name, frame.f_lineno)
 
 
 def _is_default(entry: dict[str, Any]) -> bool:
