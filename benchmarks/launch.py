@@ -1,6 +1,6 @@
 """Seconds from a command to the first line of the user's script: python, torchrun, lockstep launch, accelerate launch.
 
-The script only notes the time, so this is what the launcher itself costs. All in one run, interleaved, best and median of N.
+The script only notes the time, so this is what the launcher itself costs. All in one run, interleaved.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def main() -> None:
                 firsts = [first for first, _ in taken_all]
                 ends = min(end for _, end in taken_all)
                 print(
-                    f"| {kind} | {min(firsts):.3f} | {statistics.median(firsts):.3f} | {min(firsts) - reference:+.3f} | "
-                    f"{ends:.3f} |"
+                    f"| {kind} | {min(firsts):.3f} | {statistics.median(firsts):.3f} | "
+                    f"{min(firsts) - reference:+.3f} | {ends:.3f} |"
                 )
         helps = []
         for _ in range(arguments.rounds):

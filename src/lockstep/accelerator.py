@@ -497,8 +497,6 @@ class Accelerator(ProcessView, DataOptions):
             loss = self._scaler.scale(loss)
         box = self._group.box
         number = self._strategy.enter_backward(self._round_number())
-        if number < 0:
-            box.phase("backward")  # one that meets nobody
         try:
             if num_items is not None and not num_items:
                 with silenced(self._parameters()):

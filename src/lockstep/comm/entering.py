@@ -27,7 +27,7 @@ _texts: dict[Any, str] = {}
 
 def enter(group: Group, name: str, signature: Hashable = None) -> int:
     """Note that this rank enters a collective; the number to leave it by. Raises when a peer means another one."""
-    number = group.box.enter(name, signature, 2)
+    number = group.box.enter(name, signature, 3)  # from the caller of whoever calls this
     # In debug mode all ranks compare with all, and all of them raise.
     if group.peers is not None and not group.debug:
         other = group.peers.compare(number)
@@ -54,9 +54,9 @@ def _part(part: Any, free_dim: int | None) -> str:
         return ""
     if isinstance(part, torch.Size):
         sizes: list[Any] = list(part)
-        if free_dim == 0 and not sizes:
-            return "[any]"  # compared, and told to all ranks, when the sizes have been exchanged
-        if free_dim is not None and -len(sizes) <= free_dim < len(sizes):
+        if free_dim is not None:
+            if not -len(sizes) <= free_dim < len(sizes):
+                return "[any]"  # a tensor without that dimension takes no part
             sizes[free_dim] = "any"
         return str(sizes).replace("'", "")
     if isinstance(part, type):

@@ -196,12 +196,9 @@ class PreparedDataLoader(DataLoader[Any]):
             self.shard.forget()
         audit = self._audit()
         move = self._mover
-        box = self._group.box
-        box.phase("data")
         self.turn = 0
         try:
             for batch, round_, last in self._dispatched() if self.dispatched else self._ahead():
-                box.phase("")
                 self.turn = (self.turn + 1) % _TURNS
                 self.current = round_
                 if audit is not None:
@@ -212,8 +209,6 @@ class PreparedDataLoader(DataLoader[Any]):
                 yield batch if move is None else move.finish(batch)
                 if self._left is not None:
                     self._left -= 1
-                box.phase("data")
-            box.phase("")
             self._epoch.number += 1
             self.places = None
             if audit is not None:

@@ -86,11 +86,10 @@ class Watcher:
 
     def look(self) -> Found | None:
         """One look: a certain finding that a second look has confirmed, or None; what is not certain is told."""
-        boxes = self.boxes()
-        if not any(_suspicious(box) for box in boxes) and not _differ(boxes):
+        merged = [side.merged(box, side.place(self._directory.boxes, box.rank)) for box in self.boxes()]
+        if not any(_suspicious(box) for box in merged) and not _differ(merged):
             self._before, self._told = None, 0.0
             return None
-        merged = [side.merged(box, side.place(self._directory.boxes, box.rank)) for box in boxes]
         everybody = merged if self._elsewhere is None else list(self._elsewhere(merged))
         found = diagnose(everybody, blocked_for=BLOCKED, stall=self._stall)
         before, self._before = self._before, found
@@ -131,10 +130,9 @@ def _session(box: Snapshot) -> int:
 
 
 def _suspicious(box: Snapshot) -> bool:
-    """Whether a rank waits, or stands still outside of our collectives."""
-    if box.op is not None:
-        return box.now - box.op.since >= BLOCKED
-    return box.alive and not box.closed and box.now - box.phase_since >= BLOCKED
+    """Whether a rank waits, in a collective of ours or of torch's."""
+    waits = box.op or box.raw
+    return waits is not None and box.now - waits.since >= BLOCKED
 
 
 def _differ(boxes: Sequence[Snapshot]) -> bool:

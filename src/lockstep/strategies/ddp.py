@@ -33,6 +33,9 @@ _SYNC_BYTES = 32 << 20
 """Parameters are sent from rank 0 in pieces of about this size."""
 
 
+_BATCHES = tuple(f"batch {number}" for number in range(64))
+"""What must agree between the ranks of a backward, made once."""
+
 _BUFFER_OPTION = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -95,7 +98,7 @@ class DDP:
         if not self._expected:
             return -1
         self._expected = False
-        return enter(self._group, "backward", None if batch is None else f"batch {batch}")
+        return enter(self._group, "backward", None if batch is None else _BATCHES[batch % len(_BATCHES)])
 
     def _share_buffers(self, wrapped: nn.Module, _: Any) -> None:
         """Give every rank rank 0's buffers before a forward, when DDP would, but in a way that can be left."""
