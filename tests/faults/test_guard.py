@@ -35,15 +35,17 @@ class Result:
         return f"exit code {self.code} after {self.seconds:.1f} s\n{self.text}"
 
 
-def run(folder: Path, scenario: str, *args: str, ranks: int = 2, launcher: str = "lockstep", **env: str) -> Result:
+def run(
+    folder: Path, scenario: str, *args: str, ranks: int = 2, launcher: str = "lockstep", script: Path = SCRIPT
+) -> Result:
     command = {
         "lockstep": [sys.executable, "-m", "lockstep", "launch", "--cpu", "--num_processes", str(ranks)],
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"],
     }[launcher]
-    environ = {**os.environ, "LOCKSTEP_RUN_DIR": str(folder / "run"), "OMP_NUM_THREADS": "1", **env}
+    environ = {**os.environ, "LOCKSTEP_RUN_DIR": str(folder / "run"), "OMP_NUM_THREADS": "1"}
     start = time.monotonic()
     with subprocess.Popen(
-        [*command, str(SCRIPT), scenario, *args],
+        [*command, str(script), scenario, *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -151,6 +153,13 @@ def test_a_rank_alone_for_a_while_is_no_error(tmp_path: Path) -> None:
 def test_a_collective_that_is_waited_for_later_is_no_error(tmp_path: Path) -> None:
     done = run(tmp_path, "a handle for later", "5")
     assert done.code == 0, done
+    assert "guard" not in done.text
+
+
+def test_a_mismatch_that_all_ranks_caught_is_no_error(tmp_path: Path) -> None:
+    done = run(tmp_path, "", script=SCRIPT.with_name("caught.py"))
+    assert done.code == 0, done
+    assert "went on" in done.text
     assert "guard" not in done.text
 
 

@@ -49,6 +49,9 @@ class NoBox:
     def leave(self, seq: int, refused: bool = False) -> None:
         """See ``Box``."""
 
+    def refuse(self) -> None:
+        """See ``Box``."""
+
     def phase(self, name: str, site: bool = False) -> None:
         """See ``Box``."""
 
@@ -249,11 +252,16 @@ class Box(NoBox):
             # Another number, or none under way: the generation has changed since.
             if seq == self._number and self._depth:
                 if refused:
-                    self._buffer[_EVENTS + (seq & _EVENT_MASK) * 64 + layout.FLAG_BYTE] = layout.REFUSED
+                    self.refuse()
                 self._words[_LEFT] = self._base + seq
                 self._depth = 0
         elif seq == 0 and self._depth > 1:
             self._depth -= 1
+
+    def refuse(self) -> None:
+        """The collective under way will end with an error here: nothing that it would have brought is used."""
+        if self._depth:
+            self._buffer[_EVENTS + (self._number & _EVENT_MASK) * 64 + layout.FLAG_BYTE] = layout.REFUSED
 
     def generation(self, number: int) -> None:
         """A new process group: collectives are counted from 1 again, by whichever thread enters first."""

@@ -31,6 +31,7 @@ def check(group: Group, operation: str, tree: Any = None, *, extra: str = "", fr
     records = _exchange(group, mine)
     if all(record["key"] == mine["key"] for record in records):
         return
+    group.box.refuse()  # on every rank: a script may catch the error and go on
     raise DistributedOperationException(_describe(records))
 
 
