@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from lockstep.comm import objects, rng, tensors
+from lockstep.comm import objects, rng
+from lockstep.comm.talk import Talk
 from lockstep.comm.view import ProcessView
 from lockstep.config import env
 from lockstep.config.choices import DebugTool, PrecisionType, RNGType, SchedulerUnit
@@ -43,12 +44,12 @@ from lockstep.state import AcceleratorState, GradientState, settle_precision
 from lockstep.strategies import unwrapping
 from lockstep.strategies.choose import choose
 from lockstep.strategies.compiling import compile_model
+from lockstep.strategies.microbatch import MicroBatch
 from lockstep.topology import current
 from lockstep.topology.memory import empty_cache
 from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from lockstep.comm.agree import Agreement
     from lockstep.optim.effective import Record
 
 _numbers = itertools.count()
@@ -63,7 +64,7 @@ _LATER = (
 """Names of the known interface that this release does not have."""
 
 
-class Accelerator(ProcessView, DataOptions):
+class Accelerator(ProcessView, Talk, DataOptions):
     """Runs a training script on one device or many.
 
     Arguments are those of Accelerate, with these additions: ``step_with_optimizer`` is the guides' name for
@@ -160,7 +161,6 @@ class Accelerator(ProcessView, DataOptions):
         self._number = next(_numbers)
         self._record: Record | None = None
         """How the run is set up; None before its first update."""
-        self._trigger = False
         self._guarded = False
         self._group.on_reform(self._start_again)
         session.accelerator = self
@@ -450,7 +450,7 @@ class Accelerator(ProcessView, DataOptions):
         if self._accumulation.num_steps > 1 and not self._guarded:
             self._guarded = True
             refuse_strangers(self._accumulation)
-        return _MicroBatch(self, models)
+        return MicroBatch(self._strategy, self._accumulation, models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A region in which backward leaves the model's gradients on this rank."""
@@ -621,10 +621,6 @@ class Accelerator(ProcessView, DataOptions):
 
     # --- talking to other ranks --------------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
-        """Called on: all ranks. Each tensor of the structure from all ranks, joined along the first dimension."""
-        return tensors.gather(self._group, tensor)
-
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Called on: all ranks. The same, without the samples that were repeated to fill the last batch."""
         if not self.use_distributed:
@@ -635,67 +631,6 @@ class Accelerator(ProcessView, DataOptions):
         now = loader.current if isinstance(loader, PreparedDataLoader) else None
         return metrics.gather(self._group, input_data, now, as_objects=use_gather_object)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Called on: all ranks. Each tensor of the structure summed (or averaged) over the ranks."""
-        return tensors.reduce(self._group, tensor, reduction, scale)
-
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int | float = 0, pad_first: bool = False
-    ) -> Any:
-        """Called on: all ranks. Each tensor padded to its largest size on any rank."""
-        return tensors.pad_across_processes(self._group, tensor, dim, pad_index, pad_first)
-
-    def set_trigger(self) -> None:
-        """Say on this rank that something has happened that all ranks should learn of."""
-        self._trigger = True
-
-    def check_trigger(self) -> bool:
-        """Called on: all ranks. Whether any rank has set the trigger since the last check."""
-        raised = bool(tensors.reduce(self._group, torch.tensor(int(self._trigger), device=self.device), "sum"))
-        if raised:
-            self._trigger = False
-        return raised
-
-    def agree(self, step: Callable[[], Any]) -> Agreement[Any]:
-        """Called on: all ranks. Run a step on every rank; when it fails on any, all leave it and learn who failed."""
-        from lockstep.comm.agree import agree  # loaded where it is used, as few scripts do
-
-        return agree(self._group, step)
-
-    set_breakpoint = set_trigger
-    check_breakpoint = check_trigger
-
 
 def _is_scheduler(item: Any) -> bool:
     return isinstance(item, (LRScheduler, PreparedScheduler))
-
-
-class _MicroBatch(AbstractContextManager[None]):
-    """One micro-batch of an accumulation window; a class, because entering a generator costs twice as much."""
-
-    __slots__ = ("_accelerator", "_held", "_models")
-
-    def __init__(self, accelerator: Accelerator, models: tuple[nn.Module, ...]) -> None:
-        self._accelerator = accelerator
-        self._models = models
-        self._held: list[AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        accumulation = self._accelerator._accumulation
-        if accumulation.inside:
-            raise UsageError("accelerator.accumulate() is open already. Pass several models to one: accumulate(a, b).")
-        sync = accumulation.advance()
-        accumulation.inside = True
-        if not sync and not accumulation.sync_each_batch:
-            for model in self._models:
-                held = self._accelerator._strategy.no_sync(model)
-                if held is not None:
-                    held.__enter__()
-                    self._held.append(held)
-
-    def __exit__(self, *exception: Any) -> None:
-        accumulation = self._accelerator._accumulation
-        accumulation.inside = False
-        accumulation.leave()
-        while self._held:
-            self._held.pop().__exit__(*exception)

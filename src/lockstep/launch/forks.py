@@ -32,6 +32,7 @@ from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.launch.forked import LENGTH, Call, Display, Pipes, Place, Report, live
+from lockstep.launch.report import in_words
 from lockstep.rundir import words
 
 GRACE = 5.0
@@ -76,28 +77,15 @@ class Ended:
         return describe_exit(self.exit_code)
 
 
-_SIGNALS = {
-    "SIGKILL": "killed: by the operating system because memory ran out, or by kill -9",
-    "SIGSEGV": "segmentation fault: native code used memory that is not its own",
-    "SIGABRT": "aborted by native code",
-    "SIGBUS": "bus error: memory that cannot be read, often a full /dev/shm",
-    "SIGILL": "illegal instruction: native code built for another processor",
-    "SIGFPE": "arithmetic error in native code",
-    "SIGTERM": "told to end",
-}
-
-
 def describe_exit(code: int | None) -> str:
     """The end of a process that said nothing, in words."""
     if code is None:
         return "ended in a way that could not be seen: something else in this process waits for its children"
     if code >= 0:
         return f"its process ended with exit code {code}, without the function having returned"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        return f"ended by signal {-code}"
-    return f"{_SIGNALS.get(name, 'ended by a signal')} ({name})"
+    if code == -signal.SIGKILL:
+        return "killed: by the operating system because memory ran out, or by kill -9 (SIGKILL)"
+    return in_words(code)
 
 
 class Forks:

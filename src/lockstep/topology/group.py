@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from lockstep.blackbox.box import NoBox
 from lockstep.blackbox.peers import Peers
 from lockstep.errors import PeerFailure, TopologyError
 from lockstep.topology import sockets, threads
+from lockstep.topology.cause import Cause, Waker
 from lockstep.topology.store import open_store, port_of
 from lockstep.topology.topology import Topology
 
@@ -49,28 +50,6 @@ GOODBYE_PATIENCE = 3.0
 """Seconds the store's host waits at the end for the others to close."""
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a collective may take when nothing else was asked for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cause:
-    """Why a generation ended."""
-
-    rank: int
-    """The rank that ended it."""
-    tick: int
-    """How far that rank had come."""
-    what: str
-    """What happened there, in one line."""
-    leaving: bool = False
-    """Whether that rank goes away for good, so that waiting for it is vain."""
-    details: str = ""
-    """Its traceback, where others should show it."""
-
-    def failure(self, doing: str) -> PeerFailure:
-        """The error for a rank that is left ``doing`` something alone."""
-        after = "it has left the job" if self.leaving else "this rank leaves too, so that all can go on together"
-        trace = f"\n\nOn rank {self.rank}:\n{self.details.rstrip()}" if self.details else ""
-        return PeerFailure(f"Rank {self.rank} failed: {self.what}. While {doing}, {after}.{trace}", rank=self.rank)
 
 
 class Group:
@@ -103,7 +82,7 @@ class Group:
         self._side: Store | None = None
         self._cause: Cause | None = None
         self._lock = threading.Lock()
-        self._watcher: _Watcher | None = None
+        self._waker: Waker | None = None
         self._own_ports: frozenset[int] = frozenset()
         self._peer_ports: frozenset[int] = frozenset()
         self._abandoned: list[tuple[Any, Any]] = []
@@ -419,12 +398,12 @@ class Group:
         if self._side is None:
             # One connection for all generations: torch asks for the name behind each new one, which can take 5 s.
             self._side = self._root.clone()  # type: ignore[attr-defined]
-        self._watcher = _Watcher(self._root, self._side, key, lambda cause: self._ended(generation, cause))
+        self._waker = Waker(self._root, self._side, key, lambda cause: self._ended(generation, cause))
 
     def _unwatch(self) -> None:
-        if self._watcher is not None:
-            self._watcher.stop()
-            self._watcher = None
+        if self._waker is not None:
+            self._waker.stop()
+            self._waker = None
 
     def close(self) -> None:
         """Leave for good: end the watcher, and the process group if we made it."""
@@ -456,39 +435,6 @@ class Group:
             others = [f"closed/{peer}" for peer in range(1, self.world_size)]
             while self._hosts_store and time.monotonic() < deadline and not self._root.check(others):
                 time.sleep(0.005)
-
-
-class _Watcher:
-    """A thread that waits for its rank to be woken, on its own store connection."""
-
-    def __init__(self, store: Store, side: Store, key: str, tell: Callable[[Cause], None]) -> None:
-        self._store = store
-        self._side = side
-        self._key = key
-        self._tell = tell
-        self._thread = threading.Thread(target=self._run, name="lockstep-watcher", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                self._side.wait([self._key], timedelta(days=1))
-                text = self._side.get(self._key)
-            except dist.DistStoreError:
-                continue  # nothing happened for a day
-            except RuntimeError:
-                return  # the store's host has gone: nobody is left to tell us anything
-            if text:
-                self._tell(Cause(**json.loads(text)))
-            return
-
-    def stop(self) -> None:
-        """End the thread by waking it with nothing to say."""
-        if not self._thread.is_alive():
-            return
-        with contextlib.suppress(RuntimeError):
-            self._store.set(self._key, "")
-        self._thread.join(timeout=5)
 
 
 def _call(references: list[weakref.WeakMethod[Callable[[], None]]]) -> None:

@@ -1,0 +1,70 @@
+"""Why a generation of the process group ended, and the thread in which a rank hears of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from lockstep.errors import PeerFailure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Why a generation ended."""
+
+    rank: int
+    """The rank that ended it."""
+    tick: int
+    """How far that rank had come."""
+    what: str
+    """What happened there, in one line."""
+    leaving: bool = False
+    """Whether that rank goes away for good, so that waiting for it is vain."""
+    details: str = ""
+    """Its traceback, where others should show it."""
+
+    def failure(self, doing: str) -> PeerFailure:
+        """The error for a rank that is left ``doing`` something alone."""
+        after = "it has left the job" if self.leaving else "this rank leaves too, so that all can go on together"
+        trace = f"\n\nOn rank {self.rank}:\n{self.details.rstrip()}" if self.details else ""
+        return PeerFailure(f"Rank {self.rank} failed: {self.what}. While {doing}, {after}.{trace}", rank=self.rank)
+
+
+class Waker:
+    """A thread that waits for its rank to be woken, on its own store connection."""
+
+    def __init__(self, store: Store, side: Store, key: str, tell: Callable[[Cause], None]) -> None:
+        self._store = store
+        self._side = side
+        self._key = key
+        self._tell = tell
+        self._thread = threading.Thread(target=self._run, name="lockstep-watcher", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._side.wait([self._key], timedelta(days=1))
+                text = self._side.get(self._key)
+            except dist.DistStoreError:
+                continue  # nothing happened for a day
+            except RuntimeError:
+                return  # the store's host has gone: nobody is left to tell us anything
+            if text:
+                self._tell(Cause(**json.loads(text)))
+            return
+
+    def stop(self) -> None:
+        """End the thread by waking it with nothing to say."""
+        if not self._thread.is_alive():
+            return
+        with contextlib.suppress(RuntimeError):
+            self._store.set(self._key, "")
+        self._thread.join(timeout=5)
