@@ -67,7 +67,8 @@ class Reporter:
             self._mark, self._moved = mark, now
             return
         if now - self._moved >= STILL:
-            side.write(self._note, mark, self._under_way(now), self._stack())
+            self._box.raw(self._under_way(now))
+            side.write(self._note, mark, self._stack())
 
     def _stack(self) -> tuple[str, ...]:
         """The main thread's frames, innermost first; ours and torch's only while no frame of the user's has come."""

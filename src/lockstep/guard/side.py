@@ -1,6 +1,7 @@
-"""What a rank's reporter adds to its black box: torch's own collective that it is in, and where its main thread is.
+"""What a rank's reporter leaves beside its black box: where its main thread is.
 
-It is written only while the rank does not move, beside the box, and counts only as long as it has not moved since.
+It is written only while the rank does not move, and counts only as long as it has not moved since. The same goes for
+the collective of torch's own that the reporter has put into the box.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.blackbox.snapshot import Raw, Snapshot
+from lockstep.blackbox.snapshot import Snapshot
 
 
-def write(path: Path, mark: tuple[int, int, int], raw: Raw | None, stack: tuple[str, ...]) -> None:
+def write(path: Path, mark: tuple[int, int, int], stack: tuple[str, ...]) -> None:
     """Leave a note that holds while the rank's counters (generation, entered, left) are ``mark``."""
-    said = {"mark": mark, "raw": None if raw is None else asdict(raw), "stack": stack}
+    said = {"mark": mark, "stack": stack}
     draft = path.with_name(f".{path.name}")
     with suppress(OSError):  # a full disk must not disturb the job
         draft.write_text(json.dumps(said))
@@ -25,15 +26,14 @@ def write(path: Path, mark: tuple[int, int, int], raw: Raw | None, stack: tuple[
 
 
 def merged(box: Snapshot, path: Path) -> Snapshot:
-    """The snapshot with what the rank's reporter says, if it still holds."""
+    """The snapshot with what the rank's reporter says, as far as it still holds."""
     try:
         said: dict[str, Any] = json.loads(path.read_text())
-        if tuple(said["mark"]) != (box.generation, box.entered, box.left):
-            return box
-        raw = None if said["raw"] is None else Raw(**said["raw"])
-        return replace(box, raw=raw, stack=tuple(said["stack"]))
+        if tuple(said["mark"]) == (box.generation, box.entered, box.left):
+            return replace(box, stack=tuple(said["stack"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return box
+        pass
+    return replace(box, raw=None)
 
 
 def place(boxes: Path, rank: int) -> Path:
