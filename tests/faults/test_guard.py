@@ -189,3 +189,19 @@ def test_a_deadlock_is_not_started_again(tmp_path: Path) -> None:
     assert done.returncode == STOPPED, done.stderr
     assert "Starting again" not in done.stderr
     assert (tmp_path / "run" / "diagnosis.json").exists()
+
+
+def test_ranks_of_a_notebook_are_watched_too(tmp_path: Path) -> None:
+    script = tmp_path / "cell.py"
+    script.write_text(
+        "import torch\nimport torch.distributed as dist\nfrom lockstep import Accelerator, debug_launcher\n\n\n"
+        "def train():\n    if Accelerator().process_index:\n        dist.all_reduce(torch.ones(2))\n"
+        "    else:\n        dist.barrier()\n\n\ndebug_launcher(train)\n"
+    )
+    environ = {**os.environ, "LOCKSTEP_RUN_DIR": str(tmp_path / "run")}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=LIMIT, env=environ, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    for part in ("lockstep guard", "cell.py:8", "cell.py:10", f"exit code {STOPPED}"):
+        assert part in done.stdout + done.stderr, done.stdout + done.stderr

@@ -7,13 +7,13 @@ seen like this: there it is debug mode (``verify``) that compares before, and th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 
-from lockstep.blackbox.peers import box_path
-from lockstep.blackbox.read import read_all, read_box
+from lockstep.blackbox.read import read_all
 from lockstep.blackbox.snapshot import Op
 from lockstep.comm import trees
 from lockstep.errors import DistributedOperationException
@@ -71,35 +71,27 @@ def spell_tree(tree: Any, free_dim: int | None = None) -> str:
 
 def _mismatch(group: Group, number: int, other: int) -> DistributedOperationException:
     """The error in the form of the guides, with what both ranks entered."""
-    lines = ["", ""]
-    ops = {}
-    for rank in (group.rank, other):
-        box = read_box(box_path(group.boxes, rank)) if group.boxes is not None else None
-        ops[rank] = next((op for op in box.history if op.seq == number), None) if box is not None else None
-    mine, theirs = ops[group.rank], ops[other]
-    if mine is None or theirs is None:
+    boxes = read_all(group.boxes) if group.boxes is not None else []
+    mine = next((box for box in boxes if box.rank == group.rank and box.pid == os.getpid()), None)
+    # Another job may have been given the same run directory.
+    job = [box for box in boxes if mine is not None and box.attempt == mine.attempt]
+    ops = {box.rank: op for box in job for op in box.history if op.seq == number and box.rank in (group.rank, other)}
+    if len(ops) < 2:
         return DistributedOperationException(
             f"Rank {group.rank} and rank {other} have entered collective number {number} with different arguments."
         )
-    lines += [_headline(mine, theirs), ""]
-    names = sorted({mine.name, theirs.name})
+    lines = ["", "", _headline(ops[group.rank], ops[other]), ""]
+    names = sorted({op.name for op in ops.values()})
     lines.append(f"Operation: `{' / '.join(f'lockstep.{name}' for name in names)}`")
     lines.append("Input shapes:")
-    lines += [
-        f"  - Process {rank}: {op.signature or 'no tensors'}" for rank, op in sorted(ops.items()) if op is not None
-    ]
+    lines += [f"  - Process {rank}: {op.signature or 'no tensors'}" for rank, op in sorted(ops.items())]
     lines.append("Called at:")
-    lines += [f"  - Process {rank}: {op.name} at {op.site}" for rank, op in sorted(ops.items()) if op is not None]
-    return DistributedOperationException("\n".join([*lines, *_advice(group)]))
-
-
-def _advice(group: Group) -> list[str]:
-    """What the guard makes of the boxes of this machine: why it happened, and what to do."""
-    found = diagnose(read_all(group.boxes), blocked_for=0.0) if group.boxes is not None else None
-    if found is None:
-        return []
-    found = understand(found)
-    return ["", f"Likely cause: {found.cause}", f"Fix: {found.fix}"]
+    lines += [f"  - Process {rank}: {op.name} at {op.site}" for rank, op in sorted(ops.items())]
+    found = diagnose(job, blocked_for=0.0)
+    if found is not None:
+        why = understand(found)
+        lines += ["", f"Likely cause: {why.cause}", f"Fix: {why.fix}"]
+    return DistributedOperationException("\n".join(lines))
 
 
 def _headline(mine: Op, theirs: Op) -> str:

@@ -24,6 +24,8 @@ from lockstep.guard.diagnosis import Diagnosis
 from lockstep.guard.explain import explain, understand
 from lockstep.rundir.place import RunDirectory
 
+WATCHED = "LOCKSTEP_WATCHED"
+"""Set for ranks whose launcher watches over them, and has them write their stacks on SIGUSR2."""
 INTERVAL = 0.5
 """Seconds between two looks."""
 BLOCKED = 1.0

@@ -40,7 +40,7 @@ from torch.distributed.elastic.utils import store as store_util
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.errors import ConfigError, TopologyError
-from lockstep.guard.watcher import Found, Watcher, read_stall
+from lockstep.guard.watcher import WATCHED, Found, Watcher, read_stall
 from lockstep.launch.output import Output
 from lockstep.launch.plan import Plan
 from lockstep.launch.report import Exit
@@ -290,6 +290,7 @@ def run(
     agent = Agent(spec, Streams(output, logs), output, plan.value("grace", 30.0), tell)
     agent.on_failure = on_failure
     watcher = _watcher(agent, tell)
+    env.publish({WATCHED: "1"})
     closing = True
     try:
         result = agent.run()

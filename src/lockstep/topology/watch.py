@@ -16,7 +16,7 @@ from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.guard import side
 from lockstep.guard.reporter import STOPPED, Reporter
-from lockstep.guard.watcher import Found, Watcher, is_stopped, read_stall
+from lockstep.guard.watcher import WATCHED, Found, Watcher, is_stopped, read_stall
 from lockstep.rundir.place import RunDirectory
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
@@ -29,6 +29,7 @@ class Watch:
         self._group = group
         self._began = time.time()
         boxes = directory.boxes
+        job = f"{_name(group)}.{session}"
         first = topology.rank - topology.local_rank
         group.box = open_box(
             box_path(boxes, topology.rank),
@@ -38,19 +39,18 @@ class Watch:
             node=topology.node_rank,
             host=os.uname().nodename,
             pid=os.getpid(),
-            attempt=f"{_name(group)}.{session}",
+            attempt=job,
         )
         group.boxes = boxes
         group.peers = Peers(boxes, topology.rank, range(first, first + topology.local_world_size))
         self._reporter = Reporter(
             group.box, side.place(boxes, topology.rank), lambda: is_stopped(directory, self._began)
         )
-        self._stacks = (
-            None if topology.launcher == "lockstep launch" else _write_stacks_on_signal(directory, topology.rank)
-        )
+        watched = WATCHED in env.snapshot()
+        self._stacks = None if watched else _write_stacks_on_signal(directory, topology.rank)
         self._watcher: Watcher | None = None
-        if topology.is_local_main and topology.launcher != "lockstep launch":
-            self._watcher = _watcher(topology, directory)
+        if topology.is_local_main and not watched:
+            self._watcher = _watcher(topology, directory, job)
 
     def close(self, failed: str = "") -> None:
         """The rank leaves the job: in good order, or with this exception."""
@@ -84,7 +84,7 @@ def _name(group: Group) -> str:
     return group.store.get("job").decode()
 
 
-def _watcher(topology: Topology, directory: RunDirectory) -> Watcher:
+def _watcher(topology: Topology, directory: RunDirectory, job: str) -> Watcher:
     """For a job that another launcher started: local rank 0 watches over the ranks of its machine."""
 
     def tell(text: str) -> None:
@@ -96,7 +96,7 @@ def _watcher(topology: Topology, directory: RunDirectory) -> Watcher:
         os._exit(STOPPED)  # the others see what was written down, and follow
 
     def mine(box: Snapshot) -> bool:
-        return box.node == topology.node_rank and box.world_size == topology.world_size
+        return box.node == topology.node_rank and box.attempt == job
 
     watcher = Watcher(directory, tell=tell, stop=stop, stall=read_stall(env.snapshot()), mine=mine)
     watcher.start()
