@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -497,6 +498,7 @@ class Accelerator(ProcessView, Talk, DataOptions):
             loss = self._scaler.scale(loss)
         box = self._group.box
         number = self._strategy.enter_backward(self._round_number())
+        began = monotonic()
         try:
             if num_items is not None and not num_items:
                 with silenced(self._parameters()):
@@ -509,6 +511,8 @@ class Accelerator(ProcessView, Talk, DataOptions):
             raise
         finally:
             box.leave(number)
+        if number > 0 and self._group.clock is not None:
+            self._group.clock.backwards.append((began, monotonic()))
         if accumulation.sync_gradients:
             self._updates += 1
             box.step(self._updates)

@@ -64,7 +64,7 @@ class NoBox:
     def generation(self, number: int) -> None:
         """See ``Box``."""
 
-    def pace(self, data: float, forward: float, backward: float, wait: float) -> None:
+    def pace(self, data: float, forward: float, backward: float, whole: float) -> None:
         """See ``Box``."""
 
     def raw(self, raw: Raw | None) -> None:
@@ -121,7 +121,7 @@ class _Texts:
 
 
 class Box(NoBox):
-    """Writes what one rank does. One thread enters and leaves; the reporter's thread has ``raw`` and ``beat``."""
+    """Writes what one rank does. One thread enters and leaves; the rest of the calls may come from the reporter's."""
 
     __slots__ = (
         "__weakref__",
@@ -180,6 +180,7 @@ class Box(NoBox):
         host: str,
         pid: int,
         attempt: str = "",
+        device: str = "",
     ) -> Box:
         """A new box in place of an older one; the file appears complete. OSError when it cannot be made."""
         header = layout.Header(
@@ -192,6 +193,7 @@ class Box(NoBox):
             started=processes.started(pid),
             machine=layout.this_machine(),
             attempt=attempt,
+            device=device,
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
@@ -294,14 +296,14 @@ class Box(NoBox):
         """Whether the rank is in a scope that survives failures."""
         self._words[layout.RECOVERING] = 1 if inside else 0
 
-    def pace(self, data: float, forward: float, backward: float, wait: float) -> None:
-        """Seconds that one step took up to its first collective, by phase, and those it waited in it."""
+    # ------------------------------------------------------------ from the reporter's thread
+
+    def pace(self, data: float, forward: float, backward: float, whole: float) -> None:
+        """Seconds of the rank's own work in one step, by phase, and those of the whole step."""
         count = self._paces = self._paces + 1
         slot = layout.PACES + (count & (layout.PACE_SLOTS - 1)) * layout.PACE.size
-        layout.PACE.pack_into(self._buffer, slot, data, forward, backward, wait)
+        layout.PACE.pack_into(self._buffer, slot, data, forward, backward, whole)
         self._words[layout.PACE_COUNT] = count
-
-    # ------------------------------------------------------------ from the reporter's thread
 
     def raw(self, raw: Raw | None) -> None:
         """The collective of torch's own that is under way, or none."""
@@ -429,6 +431,7 @@ def open_box(
     host: str,
     pid: int,
     attempt: str = "",
+    device: str = "",
 ) -> Box | NoBox:
     """The rank's box; where none can be made, a ``NoBox`` that says why."""
     if path is None:
@@ -443,6 +446,7 @@ def open_box(
             host=host,
             pid=pid,
             attempt=attempt,
+            device=device,
         )
     except (OSError, ValueError, struct.error) as error:
         return NoBox(f"{path} could not be made ({error})")

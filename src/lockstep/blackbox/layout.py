@@ -34,7 +34,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-VERSION = 1
+VERSION = 2
 """Changes with the layout: a reader does not touch a box of another version."""
 WORD = 8
 NUMBER_BITS = 40
@@ -120,7 +120,7 @@ SIZE = -(-SIGNATURES.end // 4096) * 4096
 # ---------------------------------------------------------------- the header
 
 _MAGIC = b"LOCKSTEP"
-_FIELDS = struct.Struct("@8sIIqqqqqQ64s256s256s")
+_FIELDS = struct.Struct("@8sIIqqqqqQ64s256s256s32s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +145,8 @@ class Header:
     """Where the process number means this process: see ``this_machine``."""
     attempt: str
     """Which start of the job: boxes of another one are none of its peers'."""
+    device: str = ""
+    """What it computes on."""
 
     def pack(self) -> bytes:
         """The first bytes of the file."""
@@ -163,7 +165,7 @@ class Header:
         return fields + struct.pack("@Q", zlib.crc32(fields))
 
     def _texts(self) -> Sequence[tuple[str, int]]:
-        return (self.machine, 64), (self.host, 256), (self.attempt, 256)
+        return (self.machine, 64), (self.host, 256), (self.attempt, 256), (self.device, 32)
 
     @classmethod
     def unpack(cls, data: bytes) -> Header | None:
@@ -171,11 +173,11 @@ class Header:
         if len(data) < HEADER_SIZE or not data.startswith(_MAGIC):
             return None
         fields = data[: _FIELDS.size]
-        _, version, size, *numbers, machine, host, attempt = _FIELDS.unpack(fields)
+        _, version, size, *numbers, machine, host, attempt, device = _FIELDS.unpack(fields)
         (check,) = struct.unpack_from("@Q", data, _FIELDS.size)
         if version != VERSION or size != SIZE or check != zlib.crc32(fields):
             return None
-        texts = [text.rstrip(b"\0").decode(errors="ignore") for text in (machine, host, attempt)]
+        texts = [text.rstrip(b"\0").decode(errors="ignore") for text in (machine, host, attempt, device)]
         rank, world_size, local_rank, node, pid, started = numbers
         return cls(
             rank=rank,
@@ -187,6 +189,7 @@ class Header:
             machine=texts[0],
             host=texts[1],
             attempt=texts[2],
+            device=texts[3],
         )
 
 

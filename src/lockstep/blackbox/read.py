@@ -133,6 +133,7 @@ def _look(file: int, history: int, final: bool) -> tuple[Header, Snapshot] | Non
         node=header.node,
         host=header.host,
         pid=header.pid,
+        device=header.device,
         attempt=header.attempt,
         closed=code,
         words=words,

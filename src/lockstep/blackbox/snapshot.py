@@ -57,6 +57,8 @@ class Snapshot:
     """Its machine's name."""
     pid: int = 0
     """Its process."""
+    device: str = ""
+    """What it computes on."""
     attempt: str = ""
     """Which start of the job, and which session of the process, this is: only equal ones march together."""
     alive: bool = True
@@ -94,7 +96,6 @@ class Snapshot:
     beat: float = 0.0
     """When its own reporter last looked up, in seconds of the monotonic clock."""
     pace: tuple[tuple[float, float, float, float], ...] = ()
-    """Of its latest steps, oldest first: seconds up to the first collective spent on data, in forward, in backward, and
-    seconds waited in that collective."""
+    """Of its latest steps, oldest first: seconds of its own work on data, in forward, in backward, and the whole."""
     now: float = 0.0
     """When this was read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -196,7 +197,10 @@ class PreparedDataLoader(DataLoader[Any]):
             self.shard.forget()
         audit = self._audit()
         move = self._mover
+        # What rank 0 hands out is waited for by the others: that says nothing about who is slow.
+        clock = None if self.dispatched else self._group.clock
         self.turn = 0
+        asked = monotonic()
         try:
             for batch, round_, last in self._dispatched() if self.dispatched else self._ahead():
                 self.turn = (self.turn + 1) % _TURNS
@@ -206,7 +210,10 @@ class PreparedDataLoader(DataLoader[Any]):
                 if last:
                     self.remainder = self.shard.remainder(round_)
                     self.end_of_dataloader = True
+                if clock is not None:
+                    clock.fetches.append((asked, monotonic()))
                 yield batch if move is None else move.finish(batch)
+                asked = monotonic()
                 if self._left is not None:
                     self._left -= 1
             self._epoch.number += 1

@@ -20,7 +20,7 @@ from typing import Any
 
 from lockstep.blackbox import sites
 from lockstep.blackbox.snapshot import Raw
-from lockstep.guard import side
+from lockstep.guard import pace, side
 
 INTERVAL = 0.5
 """Seconds between two looks."""
@@ -29,15 +29,19 @@ STILL = 0.9
 STOPPED = 86
 """Exit code of a rank in a job that the guard has stopped: starting it again would only bring it back there."""
 _FRAMES = 12
+_PACE_INTERVAL = 20.0
+"""Seconds between two looks at the pace: each takes the GIL for some 20 ms."""
 
 
 class Reporter:
     """The thread."""
 
-    def __init__(self, box: Any, note: Path, is_stopped: Callable[[], bool]) -> None:
+    def __init__(self, box: Any, note: Path, is_stopped: Callable[[], bool], clock: pace.Clock | None = None) -> None:
         self._box = box
         self._note = note
         self._is_stopped = is_stopped
+        self._clock = clock
+        self._paced = (0.0, 0.0)
         self._main = threading.main_thread().ident
         self._mark: tuple[int, int, int] = (0, 0, 0)
         self._moved = time.monotonic()
@@ -65,10 +69,27 @@ class Reporter:
         mark = self._box.mark()
         if mark != self._mark:
             self._mark, self._moved = mark, now
+            self._pace(now)
             return
         if now - self._moved >= STILL:
             self._box.raw(self._under_way(now))
             side.write(self._note, mark, self._stack())
+
+    def _pace(self, now: float) -> None:
+        """Now and then: how long the latest steps took this rank by itself."""
+        due, last = self._paced
+        if self._clock is None or now < due:
+            return
+        fetches = [pair for pair in tuple(self._clock.fetches) if pair[0] > last]
+        if len(fetches) <= pace.STEPS:
+            return
+        self._paced = now + _PACE_INTERVAL, fetches[-2][0]
+        dump = _flight_recorder()
+        ahead = time.time() - time.monotonic()
+        entries = dump.get("entries", ()) if dump is not None else ()
+        started = [entry.get("time_created_ns", 0) / 1e9 - ahead for entry in entries if not entry.get("is_p2p")]
+        for step in pace.own_times(fetches, tuple(self._clock.backwards), started):
+            self._box.pace(*step)
 
     def _stack(self) -> tuple[str, ...]:
         """The main thread's frames, innermost first; ours and torch's only while no frame of the user's has come."""

@@ -22,6 +22,7 @@ from lockstep.guard import side
 from lockstep.guard.diagnose import diagnose
 from lockstep.guard.diagnosis import Diagnosis
 from lockstep.guard.explain import explain, understand
+from lockstep.guard.pace import find_slow
 from lockstep.rundir.place import RunDirectory
 
 WATCHED = "LOCKSTEP_WATCHED"
@@ -65,6 +66,7 @@ class Watcher:
         self._mine = mine
         self._before: Diagnosis | None = None
         self._told = 0.0
+        self._slow: set[tuple[int, str]] = set()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-guard", daemon=True)
 
@@ -91,6 +93,7 @@ class Watcher:
         merged = [side.merged(box, side.place(self._directory.boxes, box.rank)) for box in self.boxes()]
         if not any(_suspicious(box) for box in merged) and not _differ(merged):
             self._before, self._told = None, 0.0
+            self._look_at_pace(merged)
             return None
         everybody = merged if self._elsewhere is None else list(self._elsewhere(merged))
         found = diagnose(everybody, blocked_for=BLOCKED, stall=self._stall)
@@ -108,6 +111,13 @@ class Watcher:
             write_down(self._directory, shown)
             self._tell(shown.text)
         return None
+
+    def _look_at_pace(self, boxes: Sequence[Snapshot]) -> None:
+        """Name a rank that the others wait for in every step, once."""
+        slow = find_slow(boxes)
+        if slow is not None and (slow.rank, slow.phase) not in self._slow:
+            self._slow.add((slow.rank, slow.phase))
+            self._tell(slow.line())
 
     def boxes(self) -> list[Snapshot]:
         """The boxes of this machine's ranks."""

@@ -37,6 +37,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from lockstep.blackbox.box import NoBox
 from lockstep.blackbox.peers import Peers
 from lockstep.errors import PeerFailure, TopologyError
+from lockstep.guard.pace import Clock
 from lockstep.topology import sockets, threads
 from lockstep.topology.cause import Cause, Waker
 from lockstep.topology.store import open_store, port_of
@@ -75,6 +76,8 @@ class Group:
         """The folder in which the boxes of this machine's ranks are."""
         self.peers: Peers | None = None
         """The boxes of this machine's other ranks."""
+        self.clock: Clock | None = None
+        """When this rank got data and was in backward, for who looks for a slow rank."""
         self.memo: dict[Any, Any] = {}
         """What the collectives remember between calls of one generation."""
         self._pg: Any = None

@@ -15,6 +15,7 @@ from lockstep.blackbox.peers import Peers, box_path
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.guard import side
+from lockstep.guard.pace import Clock
 from lockstep.guard.reporter import STOPPED, Reporter
 from lockstep.guard.watcher import WATCHED, Found, Watcher, is_stopped, read_stall
 from lockstep.rundir.place import RunDirectory
@@ -40,11 +41,13 @@ class Watch:
             host=os.uname().nodename,
             pid=os.getpid(),
             attempt=job,
+            device=str(topology.device),
         )
         group.boxes = boxes
+        group.clock = Clock()
         group.peers = Peers(boxes, topology.rank, range(first, first + topology.local_world_size))
         self._reporter = Reporter(
-            group.box, side.place(boxes, topology.rank), lambda: is_stopped(directory, self._began)
+            group.box, side.place(boxes, topology.rank), lambda: is_stopped(directory, self._began), group.clock
         )
         watched = WATCHED in env.snapshot()
         self._stacks = None if watched else _write_stacks_on_signal(directory, topology.rank)
@@ -61,7 +64,7 @@ class Watch:
             faulthandler.unregister(signal.SIGUSR2)
             self._stacks.close()
         self._group.box.close("failed" if failed else "finished", failed)
-        self._group.peers = None
+        self._group.peers = self._group.clock = None
 
 
 def _write_stacks_on_signal(directory: RunDirectory, rank: int) -> TextIO | None:

@@ -92,7 +92,7 @@ def test_no_half_written_record_is_believed(tmp_path: Path, distinct: int) -> No
                 check(snapshot, distinct)
             seen.add((snapshot.generation, snapshot.entered))
             inside += snapshot.op is not None
-    assert len(seen) > 100
+    assert len(seen) > 20  # even where other programs have the cores
     assert inside > 10
 
 
