@@ -14,6 +14,7 @@ import pytest
 
 from lockstep.blackbox.read import read_all
 from lockstep.blackbox.snapshot import Snapshot
+from tests.distributed.test_launchers import free_port
 
 SCRIPT = Path(__file__).parent / "out_of_step.py"
 LINES = {
@@ -205,3 +206,29 @@ def test_ranks_of_a_notebook_are_watched_too(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     for part in ("lockstep guard", "cell.py:8", "cell.py:10", f"exit code {STOPPED}"):
         assert part in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+def test_a_rank_takes_over_from_a_watcher_that_has_died(tmp_path: Path) -> None:
+    script = SCRIPT.with_name("taken_over.py")
+    port = free_port()
+    ranks = []
+    for rank in range(3):
+        place = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 3, "MASTER_PORT": port}
+        environ = {**os.environ, **{name: str(value) for name, value in place.items()}, "MASTER_ADDR": "127.0.0.1"}
+        environ["LOCKSTEP_RUN_DIR"] = str(tmp_path / "run")
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
+            )
+        )
+    try:
+        texts = [process.communicate(timeout=LIMIT)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in ranks] == [-signal.SIGKILL, STOPPED, STOPPED], "\n".join(texts)
+    assert "lockstep guard" in texts[1], texts[1]  # the lowest that lives
+    assert "lockstep guard" not in texts[2], texts[2]
+    for part in ("rank 1 waits in torch's all_reduce", "rank 2 waits in torch's barrier"):
+        assert part in " ".join(texts[1].split()), texts[1]

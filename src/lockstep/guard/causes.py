@@ -163,7 +163,7 @@ def what_differs(signatures: Sequence[str]) -> str:
 
 def different_arguments(op: Op, what: str) -> Why:
     """One call, whose arguments do not fit together."""
-    name = op.name.partition("(")[0]
+    name = op.name.partition("(")[0].strip()
     if what == "shapes":
         return Why(
             cause=f"{name} needs the same shape on every rank. Often the last batch is smaller on one rank, or "

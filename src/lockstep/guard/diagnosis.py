@@ -50,3 +50,13 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """For diagnosis.json."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Diagnosis:
+        """The same again."""
+        places = {
+            name: tuple(Place(**{**place, "ranks": tuple(place["ranks"])}) for place in fields[name])
+            for name in ("waiting", "missing", "apart")
+        }
+        stacks = {int(rank): tuple(lines) for rank, lines in fields["stacks"].items()}
+        return cls(**{**fields, **places, "stacks": stacks})

@@ -36,11 +36,19 @@ _PACE_INTERVAL = 20.0
 class Reporter:
     """The thread."""
 
-    def __init__(self, box: Any, note: Path, is_stopped: Callable[[], bool], clock: pace.Clock | None = None) -> None:
+    def __init__(
+        self,
+        box: Any,
+        note: Path,
+        is_stopped: Callable[[], bool],
+        clock: pace.Clock | None = None,
+        also: Callable[[], None] = lambda: None,
+    ) -> None:
         self._box = box
         self._note = note
         self._is_stopped = is_stopped
         self._clock = clock
+        self._also = also
         self._paced = (0.0, 0.0)
         self._main = threading.main_thread().ident
         self._mark: tuple[int, int, int] = (0, 0, 0)
@@ -58,6 +66,7 @@ class Reporter:
     def _run(self) -> None:
         while not self._ending.wait(INTERVAL):
             self.look()
+            self._also()
             if self._is_stopped():
                 sys.stderr.flush()
                 os._exit(STOPPED)

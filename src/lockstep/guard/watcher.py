@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.blackbox import read
 from lockstep.blackbox.snapshot import Snapshot
@@ -21,6 +22,7 @@ from lockstep.config.resolve import resolve
 from lockstep.guard import side
 from lockstep.guard.diagnose import diagnose
 from lockstep.guard.diagnosis import Diagnosis
+from lockstep.guard.exchange import Exchange
 from lockstep.guard.explain import explain, understand
 from lockstep.guard.pace import find_slow
 from lockstep.rundir.place import RunDirectory
@@ -33,6 +35,7 @@ BLOCKED = 1.0
 """Seconds in one collective after which a rank counts as waiting."""
 STALL = 30.0
 """Seconds after which a wait that may still end is told."""
+_SELDOM = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,10 @@ class Found:
     """What was found."""
     text: str
     """The same for the screen."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the watchers of other machines."""
+        return {"diagnosis": self.diagnosis.to_dict(), "text": self.text}
 
 
 class Watcher:
@@ -55,14 +62,14 @@ class Watcher:
         tell: Callable[[str], None],
         stop: Callable[[Found], None],
         stall: float = STALL,
-        elsewhere: Callable[[Sequence[Snapshot]], Sequence[Snapshot]] | None = None,
         mine: Callable[[Snapshot], bool] = lambda box: True,
     ) -> None:
         self._directory = directory
         self._tell = tell
         self._stop = stop
         self._stall = stall
-        self._elsewhere = elsewhere
+        self._elsewhere: Exchange | None = None
+        self._ask_after = 0.0
         self._mine = mine
         self._before: Diagnosis | None = None
         self._told = 0.0
@@ -74,28 +81,63 @@ class Watcher:
         """Begin to look."""
         self._thread.start()
 
+    def join(self, connect: Callable[[], Any], node: int, nodes: int) -> None:
+        """Look together with the watchers of other machines from now on; anew for each start of the ranks."""
+        if self._elsewhere is not None:
+            self._elsewhere.close()
+        self._elsewhere = Exchange(connect, node=node, nodes=nodes, boxes=self._merged, hear=self._hear)
+
     def close(self) -> None:
         """End the thread."""
         self._ending.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
+        if self._elsewhere is not None:
+            self._elsewhere.close(self._merged())
 
     def _run(self) -> None:
         while not self._ending.wait(INTERVAL):
             found = self.look()
             if found is not None and found.diagnosis.certain:
-                write_down(self._directory, found)
-                self._stop(found)
+                if self._elsewhere is not None:
+                    self._elsewhere.publish(found.to_dict())
+                self._end(found)
                 return
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        """What another machine's watcher has found."""
+        found = Found(diagnosis=Diagnosis.from_dict(message["diagnosis"]), text=message["text"])
+        if found.diagnosis.certain:
+            self._ending.set()
+            self._end(found)
+        elif self._is_first:
+            self._say(found)
+
+    def _end(self, found: Found) -> None:
+        write_down(self._directory, found)
+        if not self._is_first:  # one box for the whole job, on the first machine's screen
+            where = f"In full on machine 0's screen, and in {self._directory.diagnosis_text}."
+            found = Found(diagnosis=found.diagnosis, text=f"{found.diagnosis.headline} {where}")
+        self._stop(found)
+
+    def _say(self, found: Found) -> None:
+        write_down(self._directory, found)
+        self._tell(found.text)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._elsewhere is None or self._elsewhere.node == 0
 
     def look(self) -> Found | None:
         """One look: a certain finding that a second look has confirmed, or None; what is not certain is told."""
-        merged = [side.merged(box, side.place(self._directory.boxes, box.rank)) for box in self.boxes()]
+        merged = self._merged()
         if not any(_suspicious(box) for box in merged) and not _differ(merged):
             self._before, self._told = None, 0.0
             self._look_at_pace(merged)
             return None
-        everybody = merged if self._elsewhere is None else list(self._elsewhere(merged))
+        everybody = self._everybody(merged)
+        if everybody is None:
+            return None
         found = diagnose(everybody, blocked_for=BLOCKED, stall=self._stall)
         before, self._before = self._before, found
         if found is None:
@@ -108,9 +150,39 @@ class Watcher:
         if found.seconds >= max(self._stall, 2 * self._told):
             self._told = found.seconds
             shown = Found(diagnosis=understand(found), text=explain(found))
-            write_down(self._directory, shown)
-            self._tell(shown.text)
+            if self._elsewhere is None or self._is_first:
+                self._say(shown)
+            else:
+                self._elsewhere.publish(shown.to_dict())
         return None
+
+    def look_back(self) -> Found | None:
+        """After a rank has crashed: whether the ranks meant different things by one collective."""
+        merged = self._merged()
+        everybody = merged if self._elsewhere is None else self._elsewhere.ask(merged) or merged
+        found = diagnose(everybody, blocked_for=0.0)
+        if found is None or not found.kind.startswith("different"):
+            return None
+        shown = Found(diagnosis=understand(found), text=explain(found))
+        write_down(self._directory, shown)
+        if self._elsewhere is not None:
+            self._elsewhere.publish(shown.to_dict())
+        return shown
+
+    def _everybody(self, mine: list[Snapshot]) -> list[Snapshot] | None:
+        """The boxes of all machines; None while another machine's watcher looks at them, or it is too soon again."""
+        if self._elsewhere is None:
+            return mine
+        now = time.monotonic()
+        if now < self._ask_after:
+            return None
+        # The longer it takes, the less often: what may still end can take hours.
+        self._ask_after = now + min(0.1 * max((_wait(box) for box in mine), default=0.0), _SELDOM)
+        return self._elsewhere.ask(mine)
+
+    def _merged(self) -> list[Snapshot]:
+        """The boxes of this machine's ranks, with what their reporters say."""
+        return [side.merged(box, side.place(self._directory.boxes, box.rank)) for box in self.boxes()]
 
     def _look_at_pace(self, boxes: Sequence[Snapshot]) -> None:
         """Name a rank that the others wait for in every step, once."""
@@ -143,8 +215,12 @@ def _session(box: Snapshot) -> int:
 
 def _suspicious(box: Snapshot) -> bool:
     """Whether a rank waits, in a collective of ours or of torch's."""
+    return _wait(box) >= BLOCKED
+
+
+def _wait(box: Snapshot) -> float:
     waits = box.op or box.raw
-    return waits is not None and box.now - waits.since >= BLOCKED
+    return box.now - waits.since if waits is not None else 0.0
 
 
 def _differ(boxes: Sequence[Snapshot]) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.elastic.rendezvous.registry as registry
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.agent.server.api import (
     _TERMINAL_STATE_SYNC_ID,
     RunResult,
@@ -49,6 +50,8 @@ from lockstep.rundir.place import RunDirectory
 
 _OBEDIENCE = 2.0
 """Seconds in which ranks that the guard has stopped end by themselves, before they are killed."""
+_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
+"""How torch ends a process whose collective got other data than it asked for."""
 _SILENCE = 5.0
 """Seconds of waiting for other machines after which we say so."""
 
@@ -165,18 +168,29 @@ class Agent(LocalElasticAgent):
         self._tell = tell
         self.on_failure: Callable[[tuple[Exit, ...]], str] | None = None
         """Called with the exits of an attempt that failed; the line that is shown when it is tried again."""
+        self.on_start: Callable[[WorkerGroup], None] | None = None
+        """Called each time the ranks have been started."""
         self.exits: tuple[Exit, ...] = ()
         self.verdict: Found | None = None
         """What the guard found, once it has stopped the job."""
         self._judged = 0.0
+        self._word = threading.Event()
 
     def judge(self, found: Found) -> None:
         """Called by the guard's thread. The job is over; the main thread sees to it."""
         self.verdict, self._judged = found, time.monotonic()
+        self._word.set()
+
+    def await_verdict(self) -> None:
+        """After a failure: another machine may have found out by now why. Ranks that lost their peers do not know."""
+        if self.verdict is None:
+            self._word.wait(_OBEDIENCE)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ids = super()._start_workers(worker_group)
         self._output.started()
+        if self.on_start is not None:
+            self.on_start(worker_group)
         context: Any = self._pcontext
         for handler in context.subprocess_handlers.values():
             # The ranks have them now. Torch would keep its own open, and with them the ends of ranks that have gone.
@@ -289,12 +303,16 @@ def run(
     )
     agent = Agent(spec, Streams(output, logs), output, plan.value("grace", 30.0), tell)
     agent.on_failure = on_failure
-    watcher = _watcher(agent, tell)
+    watcher = _watcher(agent, tell, plan.machines)
     env.publish({WATCHED: "1"})
     closing = True
     try:
         result = agent.run()
         if result is not None and result.is_failed():
+            if agent.verdict is None and any(ended.code in _CRASHES and not ended.by_us for ended in agent.exits):
+                agent.verdict = watcher.look_back()
+            if plan.machines > 1:
+                agent.await_verdict()
             agent.excuse()
     except SignalException as error:
         closing = False  # torch's own rule: a machine that is told to go leaves the job open for others
@@ -305,7 +323,10 @@ def run(
             "with its own --machine_rank; `--rdzv_conf join_timeout=SECONDS` waits longer."
         ) from error
     except RendezvousConnectionError as error:
-        raise _unreachable(plan) from error
+        # Machine 0 hosts the meeting. When it has ended because of a verdict, we have heard of that.
+        result = None
+        if agent.verdict is None:
+            raise _lost(plan) if agent.pids() else _unreachable(plan) from error
     finally:
         watcher.close()
         agent._sweep()
@@ -315,7 +336,7 @@ def run(
     return Ending(exits=agent.exits if result is None or result.is_failed() else (), verdict=verdict)
 
 
-def _watcher(agent: Agent, tell: Callable[[str], None]) -> Watcher:
+def _watcher(agent: Agent, tell: Callable[[str], None], machines: int) -> Watcher:
     """The guard over the ranks of this machine."""
     environ = env.snapshot()
 
@@ -330,6 +351,18 @@ def _watcher(agent: Agent, tell: Callable[[str], None]) -> Watcher:
         stall=read_stall(environ),
         mine=mine,
     )
+
+    def meet(group: WorkerGroup) -> None:
+        attempt = env.snapshot().get("LOCKSTEP_ATTEMPT", "")
+        store: Any = agent._store
+        watcher.join(
+            lambda: PrefixStore(f"lockstep/guard/{attempt}", store.clone()),
+            group.group_rank or 0,
+            group.group_world_size or 1,
+        )
+
+    if machines > 1:
+        agent.on_start = meet
     watcher.start()
     return watcher
 
@@ -369,6 +402,13 @@ def _unreachable(plan: Plan) -> TopologyError:
     return TopologyError(
         f"This machine ({plan.address}) could not reach the meeting point {plan.endpoint}. Check that the command runs "
         "on machine 0, that the address is one the others can reach, and that the port is open between them."
+    )
+
+
+def _lost(plan: Plan) -> TopologyError:
+    return TopologyError(
+        f"The meeting point {plan.endpoint} has gone: the launcher on machine 0 has ended, and the processes here were "
+        "ended too. Its last lines say why."
     )
 
 

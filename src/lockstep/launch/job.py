@@ -118,7 +118,10 @@ class _Job:
     # --- several processes -------------------------------------------------------------------------------------
 
     def _with_agent(self) -> int:
-        from lockstep.launch import agent
+        # When machine 0 has ended, torch prints a page on the others for each message that does not get through.
+        # Torch looks at this when it is loaded; the ranks do not inherit it.
+        with env.patched({"TORCH_CPP_LOG_LEVEL": env.snapshot().get("TORCH_CPP_LOG_LEVEL", "ERROR")}):
+            from lockstep.launch import agent
 
         # Torch handles these even where our caller, such as nohup, has told us to ignore them.
         names = ",".join(number.name for number in _heeded())

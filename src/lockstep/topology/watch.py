@@ -8,10 +8,14 @@ import signal
 import sys
 import time
 import uuid
-from typing import TextIO
+from typing import Any, TextIO
 
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from lockstep.blackbox import processes
 from lockstep.blackbox.box import open_box
 from lockstep.blackbox.peers import Peers, box_path
+from lockstep.blackbox.read import read_header
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.guard import side
@@ -46,14 +50,36 @@ class Watch:
         group.boxes = boxes
         group.clock = Clock()
         group.peers = Peers(boxes, topology.rank, range(first, first + topology.local_world_size))
-        self._reporter = Reporter(
-            group.box, side.place(boxes, topology.rank), lambda: is_stopped(directory, self._began), group.clock
-        )
         watched = WATCHED in env.snapshot()
         self._stacks = None if watched else _write_stacks_on_signal(directory, topology.rank)
+        self._topology, self._directory, self._job = topology, directory, job
+        self._before_me = [] if watched else [box_path(boxes, rank) for rank in range(first, topology.rank)]
         self._watcher: Watcher | None = None
         if topology.is_local_main and not watched:
-            self._watcher = _watcher(topology, directory, job)
+            self._begin_to_watch()
+        self._reporter = Reporter(
+            group.box,
+            side.place(boxes, topology.rank),
+            lambda: is_stopped(directory, self._began),
+            group.clock,
+            self._take_over,
+        )
+
+    def _begin_to_watch(self) -> None:
+        self._watcher = _watcher(self._topology, self._directory, self._job)
+        if self._topology.num_nodes > 1:
+            self._watcher.join(lambda: _connect(self._group), self._topology.node_rank, self._topology.num_nodes)
+
+    def _take_over(self) -> None:
+        """The lowest rank of the machine watches; when it has died, the next one does."""
+        while self._before_me:
+            lowest = read_header(self._before_me[0])
+            # One that has not come yet will come, and one of an earlier job says nothing.
+            if lowest is None or lowest.attempt != self._job or processes.look(lowest.pid, lowest.started).alive:
+                return
+            del self._before_me[0]
+            if not self._before_me:
+                self._begin_to_watch()
 
     def close(self, failed: str = "") -> None:
         """The rank leaves the job: in good order, or with this exception."""
@@ -85,6 +111,12 @@ def _name(group: Group) -> str:
     if group.rank == 0:
         group.store.set("job", uuid.uuid4().hex)
     return group.store.get("job").decode()
+
+
+def _connect(group: Group) -> Store:
+    """A connection of its own to the store that all ranks share, and a corner of it for the guard."""
+    side: Any = group.store
+    return PrefixStore("guard", side.clone())
 
 
 def _watcher(topology: Topology, directory: RunDirectory, job: str) -> Watcher:

@@ -1,0 +1,197 @@
+"""The watchers of a job's machines, together: over a store, and only once one of them has something to ask.
+
+While all is well each watcher has one connection on which it waits for a word in its inbox, and nothing is sent. A
+watcher whose ranks are blocked opens a *round*; of several only the first does, and the others leave it to that one.
+All answer with the boxes of their machine. Who has opened it looks at all of them, and what it finds goes out as the
+next round. So the traffic of a job that hangs is a few messages for each machine and look, however many machines wait.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.blackbox.snapshot import Op, Raw, Snapshot
+
+PATIENCE = 1.5
+"""Seconds that a round waits for the answers of other machines."""
+_DAY = timedelta(days=1)
+_TRIES = 20
+
+
+class Exchange:
+    """This machine's end."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Any],
+        *,
+        node: int,
+        nodes: int,
+        boxes: Callable[[], Sequence[Snapshot]],
+        hear: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.node = node
+        """This machine's number."""
+        self._connect = connect
+        self._nodes = nodes
+        self._boxes = boxes
+        self._hear = hear
+        self._store: Any = None
+        """The connection of whoever asks; the thread's own is busy waiting. None before there is one, and after."""
+        self._round = 1
+        self._left_to_others = (0, 0.0)
+        self._ended = threading.Event()
+        self._moved = threading.Condition()
+        self._thread = threading.Thread(target=self._serve, name="lockstep-exchange", daemon=True)
+        self._thread.start()
+
+    # --- asking --------------------------------------------------------------------------------------------------
+
+    def ask(self, mine: Sequence[Snapshot]) -> list[Snapshot] | None:
+        """The boxes of all machines that answer; None when another watcher is asking already."""
+        store, number = self._store, self._round
+        if store is None:
+            return None if self._thread.is_alive() else list(mine)  # not there yet, or gone
+        try:
+            if not self._open(store, number, {"from": self.node}):
+                return None
+            return [*mine, *self._collect(store, number)]
+        except RuntimeError:
+            return list(mine)  # the store has gone, and its host with it
+
+    def publish(self, message: dict[str, Any]) -> None:
+        """Let all other watchers hear of something; returns when they have, or have had time to."""
+        store = self._store
+        with suppress(RuntimeError):
+            for _ in range(_TRIES if store is not None else 0):
+                number = self._round
+                if self._open(store, number, {"from": self.node, **message}):
+                    # The host of the store may end next, and with it whatever nobody has fetched yet.
+                    self._until_read(store, [self._inbox(node, number) for node in self._others()])
+                    return
+                with self._moved:  # somebody else's round: the next one, then
+                    self._moved.wait_for(lambda number=number: self._round > number, timeout=1.0)  # type: ignore[misc]
+
+    def close(self, last: Iterable[Snapshot] = ()) -> None:
+        """Leave what this machine's boxes said in the end, for those who still ask, and end the thread."""
+        self._ended.set()
+        store = self._store
+        if store is not None:
+            with suppress(RuntimeError):
+                store.set(f"left/{self.node}", _pack(last))
+                store.set(self._inbox(self.node, self._round), "")
+        self._thread.join(timeout=2)
+
+    def _others(self) -> list[int]:
+        return [node for node in range(self._nodes) if node != self.node]
+
+    @staticmethod
+    def _inbox(node: int, number: int) -> str:
+        return f"inbox/{node}/{number}"
+
+    def _open(self, store: Any, number: int, message: dict[str, Any]) -> bool:
+        """Begin a round; False when another machine has begun it."""
+        said = json.dumps({**message, "id": uuid.uuid4().hex})
+        first = store.compare_set(f"round/{number}", "", said).decode()
+        if first != said:
+            lost, since = self._left_to_others
+            if lost != number:
+                self._left_to_others = number, time.monotonic()
+            elif time.monotonic() - since > 2 * PATIENCE:
+                self._deliver(store, number, first)  # whoever began it has died before it could tell all
+            return False
+        self._deliver(store, number, said)
+        return True
+
+    def _deliver(self, store: Any, number: int, said: str) -> None:
+        store.set("latest", str(number))
+        store.multi_set([self._inbox(node, number) for node in range(self._nodes)], [said] * self._nodes)
+
+    def _until_read(self, store: Any, keys: list[str]) -> None:
+        until = time.monotonic() + PATIENCE
+        while any(store.check([key]) for key in keys) and time.monotonic() < until:
+            time.sleep(0.02)
+
+    def _collect(self, store: Any, number: int) -> list[Snapshot]:
+        open_keys = {other: f"answer/{number}/{other}" for other in self._others()}
+        found: list[Snapshot] = []
+        until = time.monotonic() + PATIENCE
+        while open_keys:
+            for other, key in list(open_keys.items()):
+                left = f"left/{other}"
+                there = key if store.check([key]) else left if store.check([left]) else None
+                if there is not None:
+                    found += _unpack(store.get(there))
+                    if there is key:
+                        store.delete_key(key)
+                    del open_keys[other]
+            if not open_keys or time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        return found
+
+    # --- answering -----------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            store, own = self._connect(), self._connect()
+            if store.check(["latest"]):  # taking over from a watcher that has died
+                self._round = int(store.get("latest")) + 1
+            self._store = own
+            while not self._ended.is_set():
+                key = self._inbox(self.node, self._round)
+                try:
+                    store.wait([key], _DAY)
+                except dist.DistStoreError:
+                    continue  # nothing happened for a day
+                said = store.get(key)
+                if not said:
+                    return
+                store.delete_key(key)
+                message = json.loads(said)
+                if message["from"] != self.node:
+                    self._answer(store, message)
+                with self._moved:
+                    self._round += 1
+                    self._moved.notify_all()
+        except RuntimeError:
+            self._store = None  # its host has gone: nobody is left to talk to, and each try would take a minute
+
+    def _answer(self, store: Any, message: dict[str, Any]) -> None:
+        if len(message) > 2:
+            self._hear(message)
+        else:
+            store.set(f"answer/{self._round}/{self.node}", _pack(self._boxes()))
+
+
+def _pack(boxes: Iterable[Snapshot]) -> bytes:
+    return zlib.compress(json.dumps([asdict(box) for box in boxes]).encode(), 1)
+
+
+def _unpack(data: bytes) -> list[Snapshot]:
+    return [_snapshot(fields) for fields in json.loads(zlib.decompress(data))]
+
+
+def _snapshot(fields: dict[str, Any]) -> Snapshot:
+    op, raw = fields["op"], fields["raw"]
+    return Snapshot(
+        **{
+            **fields,
+            "op": None if op is None else Op(**op),
+            "raw": None if raw is None else Raw(**raw),
+            "history": tuple(Op(**op) for op in fields["history"]),
+            "stack": tuple(fields["stack"]),
+            "pace": tuple(tuple(step) for step in fields["pace"]),
+        }
+    )
