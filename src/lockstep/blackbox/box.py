@@ -11,17 +11,20 @@ import os
 import secrets
 import struct
 import sys
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from pathlib import Path
 from threading import get_ident
 from time import monotonic
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from lockstep.blackbox import layout, processes, sites
 from lockstep.blackbox.snapshot import Raw
+
+if TYPE_CHECKING:
+    from lockstep.blackbox.peers import Peers
 
 _PACK = layout.RECORD_OF_CALL.pack_into
 _EVENTS = layout.EVENTS
@@ -50,6 +53,9 @@ class NoBox:
         """See ``Box``."""
 
     def refuse(self) -> None:
+        """See ``Box``."""
+
+    def meet(self, peers: Peers | None, refuse: Callable[[int, int], None]) -> None:
         """See ``Box``."""
 
     def phase(self, name: str, site: bool = False) -> None:
@@ -135,8 +141,10 @@ class Box(NoBox):
         "_owner",
         "_paces",
         "_passed",
+        "_peers",
         "_phases",
         "_raws",
+        "_refuse_with",
         "_signatures",
         "_siteless",
         "_sites",
@@ -149,6 +157,8 @@ class Box(NoBox):
         super().__init__("")
         self.path = path
         """Where the file is."""
+        self._peers: Peers | None = None
+        self._refuse_with: Callable[[int, int], None] = lambda number, rank: None
         self._attach(buffer)
         self._names = _Texts(layout.NAMES)
         self._sites = _Texts(layout.SITES)
@@ -156,7 +166,7 @@ class Box(NoBox):
         for nothing in (None, "", ()):
             self._signatures.known[nothing] = (layout.ANY, layout.NOWHERE, None)
         self._passed: dict[int, CodeType] = {}
-        self._calls: dict[tuple[int | None, str, Hashable], bytes] = {}
+        self._calls: dict[tuple[int | None, str, Hashable], tuple[bytes, int, int]] = {}
         self._siteless: dict[str, bytes] = {}
         self._owner = 0
         self._depth = 0
@@ -218,7 +228,8 @@ class Box(NoBox):
         """A collective begins; its number among those of this generation, for ``leave``.
 
         ``signature`` is what must agree between the ranks, a text or a tuple; nothing or empty where they may differ.
-        The user's line is looked for from the caller outwards, or from its caller (``depth`` 2), and so on.
+        The user's line is looked for from the caller outwards, or from its caller (``depth`` 2), and so on. Raises what
+        the other end of ``meet`` raises when a peer means another collective by the same number.
 
         One that begins inside another is a part of it and has no number: it gives 0. Another thread than the one that
         entered first gives -1 and is not recorded: its collectives are in no order with these.
@@ -235,15 +246,35 @@ class Box(NoBox):
             passed = self._passed
             while id(frame.f_code) in passed:
                 frame = frame.f_back
-            constant = self._calls[(id(frame.f_code) << 24) + frame.f_lasti, name, signature]
+            constant, name_hash, signature_hash = self._calls[(id(frame.f_code) << 24) + frame.f_lasti, name, signature]
         except Exception:  # new here, or cannot be a key, or no frame: the way that copes with everything
-            constant = self._learn(name, signature, depth + 1)
+            constant, name_hash, signature_hash = self._learn(name, signature, depth + 1)
         number = self._number = self._number + 1
         stamp = self._base + number
-        _PACK(self._buffer, _EVENTS + (number & _EVENT_MASK) * 64, stamp, constant, monotonic(), self._step, stamp)
+        slot = (number & _EVENT_MASK) * 64
+        _PACK(self._buffer, _EVENTS + slot, stamp, constant, monotonic(), self._step, stamp)
         self._words[_ENTERED] = stamp
         self._depth = 1
+        peers = self._peers
+        if peers is not None:
+            # What ``Peers.compare`` does, as far as it mostly gets; it is asked only when something seems to differ.
+            peers.fence()
+            peers.unfence()
+            end = (_EVENTS + slot) // 8 + 7
+            for _, words in peers.found:
+                if words[end] == stamp and (words[end - 6] != name_hash or words[end - 5] != signature_hash):
+                    break
+            else:
+                if not peers.missing:
+                    return number
+            other = peers.compare(number)
+            if other is not None:
+                self._refuse_with(number, other)
         return number
+
+    def meet(self, peers: Peers | None, refuse: Callable[[int, int], None]) -> None:
+        """Compare each collective with what these peers have entered; ``refuse`` gets its number and the other rank."""
+        self._peers, self._refuse_with = peers, refuse
 
     def leave(self, seq: int, refused: bool = False) -> None:
         """The collective that got this number has ended, well or with an exception; parts of it end with it.
@@ -354,21 +385,23 @@ class Box(NoBox):
 
     def _detach(self) -> None:
         """Go on in memory that nobody reads; the file is let go of when no thread is in it any more."""
+        self._peers = None
         self._attach(bytearray(layout.SIZE))
 
     # ------------------------------------------------------------ texts that are new
 
-    def _learn(self, name: str, signature: Hashable, depth: int) -> bytes:
-        """The constant part of a collective's record, its texts written where they are new."""
+    def _learn(self, name: str, signature: Hashable, depth: int) -> tuple[bytes, int, int]:
+        """The constant part of a collective's record, its texts written where they are new, and what peers compare."""
         key, site_hash, site = self._find_site(depth + 1)
         name_hash, title = self._find(self._names, name)
         signature_hash, sign = self._find(self._signatures, signature)
         constant = layout.CALL.pack(name_hash, signature_hash, site_hash, title, sign, site, layout.PLAIN)
+        call = constant, name_hash, signature_hash
         if len(self._calls) >= _MAX_CALLS:
             self._calls.clear()
         with suppress(TypeError):
-            self._calls[key, name, signature] = constant
-        return constant
+            self._calls[key, name, signature] = call
+        return call
 
     def _learn_phase(self, name: str, site: bool) -> bytes:
         _, site_hash, place = self._find_site(3) if site else (None, layout.ANY, layout.NOWHERE)

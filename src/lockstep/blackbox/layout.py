@@ -213,16 +213,27 @@ def hash_text(text: str) -> int:
 
 
 def spell(signature: object) -> str:
-    """A signature as text; keys that are equal in a dict (2 and 2.0, a torch.Size and a tuple) give equal texts."""
-    if isinstance(signature, str):
-        return signature
+    """A signature as text; keys that are equal in a dict (2 and 2.0, a torch.Size and a tuple) give equal texts.
+
+    Devices are left out: each rank has its own.
+    """
     if isinstance(signature, (tuple, list)):
-        return f"({', '.join(map(spell, signature))})"
-    if isinstance(signature, (int, float)):
+        return ", ".join(_spell(part) for part in signature if type(part).__name__ != "device")
+    return _spell(signature)
+
+
+def _spell(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, type):
+        return part.__name__
+    if isinstance(part, (tuple, list)):
+        return f"[{', '.join(map(_spell, part))}]"
+    if isinstance(part, (int, float)):
         with suppress(ValueError, OverflowError):
-            if signature == int(signature):
-                return str(int(signature))
-    return str(signature).removeprefix("torch.")
+            if part == int(part):
+                return str(int(part))
+    return str(part).removeprefix("torch.")
 
 
 def fit(text: str, mark: int, table: Table) -> bytes:

@@ -38,13 +38,15 @@ class Peers:
         self._ranks = tuple(rank for rank in local_ranks if rank != own_rank)
         self._own: memoryview | None = None
         self._attempt = ""
-        self._peers: list[tuple[int, memoryview]] = []
-        self._missing = list(self._ranks)
+        self.found: list[tuple[int, memoryview]] = []
+        """Ranks and their boxes."""
+        self.missing = list(self._ranks)
+        """Ranks whose boxes have not been found yet."""
         fence = Lock()
         # A processor may read before its own last store is seen by others, which would let two ranks miss each other.
         # Taking a lock that nobody else has orders the two.
-        self._fence = fence.acquire
-        self._unfence = fence.release
+        self.fence = fence.acquire
+        self.unfence = fence.release
 
     def compare(self, seq: int, name_hash: int | None = None, signature_hash: int | None = None) -> int | None:
         """A rank that has entered the same number with another name or signature; None when there is none (yet).
@@ -55,16 +57,16 @@ class Peers:
         own = self._own
         if seq <= 0:
             return None
-        if self._missing and (seq <= _EAGER or not seq % _EAGER):
+        if self.missing and (seq <= _EAGER or not seq % _EAGER):
             self._find_missing()
             own = self._own
         if own is None:
             return None
-        self._fence()
-        self._unfence()
+        self.fence()
+        self.unfence()
         start = _EVENTS + (seq & _MASK) * _WORDS
         stamp = own[start]
-        for rank, words in self._peers:
+        for rank, words in self.found:
             if words[start + _END] != stamp:
                 continue
             name = own[start + _NAME] if name_hash is None else name_hash
@@ -77,7 +79,7 @@ class Peers:
 
     def forget(self) -> None:
         """Let go of all boxes and look for them anew: ranks may have been replaced, as after a new start."""
-        self._own, self._peers, self._missing = None, [], list(self._ranks)
+        self._own, self.found, self.missing = None, [], list(self._ranks)
 
     @staticmethod
     def _differs(words: memoryview, start: int, stamp: int, name: int, signature: int) -> bool:
@@ -97,7 +99,7 @@ class Peers:
             self._attempt = header.attempt
         machine = layout.this_machine()
         still = []
-        for rank in self._missing:
+        for rank in self.missing:
             path = box_path(self._folder, rank)
             header = read_header(path)
             # The box of an earlier start lies there until the rank has made its new one.
@@ -112,8 +114,8 @@ class Peers:
             if words is None:
                 still.append(rank)
             else:
-                self._peers.append((rank, words))
-        self._missing = still
+                self.found.append((rank, words))
+        self.missing = still
 
 
 def _map(path: Path) -> memoryview | None:

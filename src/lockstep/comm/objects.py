@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import verify
-from lockstep.comm.entering import enter
 from lockstep.comm.wire import gather_host
 from lockstep.errors import ConfigError
 from lockstep.topology.group import Group
@@ -32,7 +31,7 @@ def all_objects(group: Group, value: Any, doing: str = "gathering objects") -> l
     if group.world_size == 1:
         return [value]
     group.check(doing)
-    number = enter(group, doing)
+    number = group.box.enter(doing, None, 2)
     try:
         payload = pickle.dumps(value)
         frames = gather_host(group, _frame(payload, _FRAME), doing).numpy()
@@ -86,7 +85,7 @@ def gather_object(group: Group, value: Any) -> Any:
             f"gather_object joins the ranks' lists; it got a {type(value).__name__}. Put it into a list: "
             "gather_object([value])."
         )
-    number = enter(group, "gather_object")
+    number = group.box.enter("gather_object", None, 2)
     try:
         if group.debug:
             verify.check(group, "gather_object")
@@ -104,7 +103,7 @@ def broadcast_object_list(group: Group, object_list: list[Any], from_process: in
     if group.world_size == 1:
         return object_list
     sender = group.rank == from_process
-    number = enter(group, f"broadcast_object_list (from process {from_process})")
+    number = group.box.enter(f"broadcast_object_list (from process {from_process})", None, 2)
     try:
         if group.debug:
             verify.check(group, "broadcast_object_list", extra=f"from process {from_process}")

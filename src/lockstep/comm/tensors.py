@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import trees, verify
-from lockstep.comm.entering import enter, spell, spell_tree
 from lockstep.comm.wire import all_gather, gather_host
 from lockstep.errors import ConfigError, DistributedOperationException
 from lockstep.topology.group import Group
@@ -26,6 +25,9 @@ _KEEP_BYTES = 1 << 20
 _LOCAL_SUM_BYTES = 1 << 20
 """Up to this size, a structure of several dtypes is gathered once and summed on each rank."""
 _MAX_PLANS = 256
+_CALLER = 3
+"""Frames from a black box up to who has called us through the accelerator or ``utils``."""
+_REDUCTIONS = {"sum": "reduce (sum)", "mean": "reduce (mean)"}
 _SUMMABLE = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32))
 """Dtypes that every backend adds up by itself."""
 
@@ -127,7 +129,7 @@ def gather(group: Group, tree: Any) -> Any:
         return tree
     if isinstance(tree, Tensor):
         group.check("gathering tensors")
-        number = enter(group, "gather", spell((tree.shape, tree.dtype)))
+        number = group.box.enter("gather", (tree.shape, tree.dtype), _CALLER)
         try:
             if group.debug:
                 verify.check(group, "gather", tree)
@@ -143,7 +145,7 @@ def gather(group: Group, tree: Any) -> Any:
 def gather_flat(group: Group, tree: Any, leaves: Sequence[Tensor], signature: tuple[Any, ...]) -> Any:
     """Called on: all ranks. `gather` for who has taken the structure apart already, and found only tensors."""
     group.check("gathering tensors")
-    number = enter(group, "gather", spell(signature))
+    number = group.box.enter("gather", signature, _CALLER)
     try:
         if group.debug:
             verify.check(group, "gather", tree)
@@ -162,7 +164,7 @@ def gather_parts(group: Group, tree: Any, leaves: Sequence[Tensor], signature: t
     Their memory is used again by the next call.
     """
     group.check("gathering tensors")
-    number = enter(group, "gather", spell(signature))
+    number = group.box.enter("gather", signature, _CALLER)
     try:
         if group.debug:
             verify.check(group, "gather", tree)
@@ -178,13 +180,18 @@ def gather_ragged(group: Group, tree: Any, leaves: Sequence[Tensor]) -> list[lis
     The sizes travel first: a rank can know its own only, and a collective with sizes that do not fit never ends.
     """
     group.check("gathering tensors")
-    number = enter(group, "gather", spell_tree(tree, 0))
+    number = group.box.enter("gather", _any_length(trees.flatten(tree)[1]), _CALLER)
     try:
         if group.debug:
             verify.check(group, "gather", tree, free_dim=0)
         return _ragged(group, leaves) if leaves else []
     finally:
         group.box.leave(number)
+
+
+def _any_length(signature: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What must agree when first dimensions may differ."""
+    return tuple(("any", *part[1:]) if isinstance(part, torch.Size) else part for part in signature)
 
 
 def _ragged(group: Group, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -247,7 +254,7 @@ def reduce(group: Group, tree: Any, reduction: str = "mean", scale: float = 1.0)
     if reduction == "none" or group.world_size == 1:
         return tree if scale == 1.0 else trees.map_tensors(lambda leaf: leaf * scale, tree)
     group.check("reducing tensors")
-    number = enter(group, f"reduce ({reduction})", spell(signature))
+    number = group.box.enter(_REDUCTIONS[reduction], signature, _CALLER)
     try:
         if group.debug:
             verify.check(group, f"reduce ({reduction})", tree)
@@ -304,7 +311,7 @@ def broadcast(group: Group, tree: Any, from_process: int = 0) -> Any:
     group.check("broadcasting tensors")
     leaves, signature = trees.flatten(tree)
     trees.require_tensors(leaves, tree, "broadcast")
-    number = enter(group, f"broadcast (from process {from_process})", spell(signature))
+    number = group.box.enter(f"broadcast (from process {from_process})", signature, _CALLER)
     try:
         if group.debug:
             verify.check(group, "broadcast", tree, extra=f"from process {from_process}")
@@ -358,7 +365,7 @@ def pad_across_processes(
         return tree
     group.check("padding tensors")
     # Only sizes are exchanged, one for each tensor: what else differs does no harm here.
-    number = enter(group, f"pad_across_processes (dim={dim})", f"{len(leaves)} tensors")
+    number = group.box.enter(f"pad_across_processes (dim={dim})", f"{len(leaves)} tensors", _CALLER)
     try:
         if group.debug:
             verify.check(group, f"pad_across_processes (dim={dim})", tree, free_dim=dim)

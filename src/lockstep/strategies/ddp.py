@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import trees
-from lockstep.comm.entering import enter, spell
 from lockstep.comm.objects import all_objects
 from lockstep.comm.tensors import broadcast_leaves
 from lockstep.config.choices import DDPCommunicationHookType
@@ -98,14 +97,14 @@ class DDP:
         if not self._expected:
             return -1
         self._expected = False
-        return enter(self._group, "backward", None if batch is None else _BATCHES[batch % len(_BATCHES)])
+        return self._group.box.enter("backward", None if batch is None else _BATCHES[batch % len(_BATCHES)], 3)
 
     def _share_buffers(self, wrapped: nn.Module, _: Any) -> None:
         """Give every rank rank 0's buffers before a forward, when DDP would, but in a way that can be left."""
         if wrapped.require_forward_param_sync and not _in_join(wrapped):
             leaves, signature = trees.flatten(list(wrapped.module.buffers()))  # type: ignore[union-attr]
             self._group.check("sharing buffers")
-            number = enter(self._group, "sharing buffers", spell(signature))
+            number = self._group.box.enter("sharing buffers", signature, 2)
             try:
                 broadcast_leaves(self._group, leaves, signature)
             finally:
@@ -203,7 +202,7 @@ class DDP:
                 self._hook(item, armed=True)
         buffers = _BUFFER_OPTION if on_host and self._options.broadcast_buffers else None
         # Inside, ranks may do different numbers of things: all of it counts as one.
-        number = enter(self._group, "join_uneven_inputs")
+        number = self._group.box.enter("join_uneven_inputs", None, 2)
         try:
             with joined(self._group, items, accumulation, states, buffers):
                 yield

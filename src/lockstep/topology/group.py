@@ -35,7 +35,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lockstep.blackbox.box import NoBox
-from lockstep.blackbox.peers import Peers
 from lockstep.errors import PeerFailure, TopologyError
 from lockstep.guard.pace import Clock
 from lockstep.topology import sockets, threads
@@ -74,8 +73,6 @@ class Group:
         """Where this rank writes what it is doing."""
         self.boxes: Path | None = None
         """The folder in which the boxes of this machine's ranks are."""
-        self.peers: Peers | None = None
-        """The boxes of this machine's other ranks."""
         self.clock: Clock | None = None
         """When this rank got data and was in backward, for who looks for a slow rank."""
         self.memo: dict[Any, Any] = {}

@@ -19,6 +19,7 @@ from lockstep.blackbox.read import read_header
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.guard import side
+from lockstep.guard.mismatch import mismatch
 from lockstep.guard.pace import Clock
 from lockstep.guard.reporter import STOPPED, Reporter
 from lockstep.guard.watcher import WATCHED, Found, Watcher, is_stopped, read_stall
@@ -49,7 +50,7 @@ class Watch:
         )
         group.boxes = boxes
         group.clock = Clock()
-        group.peers = Peers(boxes, topology.rank, range(first, first + topology.local_world_size))
+        group.box.meet(Peers(boxes, topology.rank, range(first, first + topology.local_world_size)), self._refuse)
         watched = WATCHED in env.snapshot()
         self._stacks = None if watched else _write_stacks_on_signal(directory, topology.rank)
         self._topology, self._directory, self._job = topology, directory, job
@@ -64,6 +65,16 @@ class Watch:
             group.clock,
             self._take_over,
         )
+
+    def _refuse(self, number: int, other: int) -> None:
+        """Another rank means a different collective by this number: raise before data moves."""
+        group = self._group
+        if group.debug:
+            return  # there all ranks compare with all, and all of them raise
+        assert group.boxes is not None
+        error = mismatch(group.boxes, group.rank, number, other)
+        group.box.leave(number, refused=True)
+        raise error
 
     def _begin_to_watch(self) -> None:
         self._watcher = _watcher(self._topology, self._directory, self._job)
@@ -90,7 +101,7 @@ class Watch:
             faulthandler.unregister(signal.SIGUSR2)
             self._stacks.close()
         self._group.box.close("failed" if failed else "finished", failed)
-        self._group.peers = self._group.clock = None
+        self._group.clock = None
 
 
 def _write_stacks_on_signal(directory: RunDirectory, rank: int) -> TextIO | None:

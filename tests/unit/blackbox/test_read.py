@@ -70,7 +70,7 @@ def check_op(op: Op, distinct: int, complete: bool) -> None:
     kind = op.seq % distinct
     assert op.name == f"op {kind}"
     # In the past, a text may be lost; it is never another one's.
-    signatures = [f"(signature, {kind}, {'x' * (kind % 50)})"] + [""] * (not complete)
+    signatures = [f"signature, {kind}, {'x' * (kind % 50)}"] + [""] * (not complete)
     assert op.signature in signatures
     assert writers.__file__ in op.site or not complete
     assert op.since > 0

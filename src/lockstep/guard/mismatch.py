@@ -1,0 +1,53 @@
+"""The error for a rank that enters a collective by whose number another rank of its machine means a different one.
+
+Each rank writes what it is about to do and then reads what its peers have written (``Box.enter``); the last of two that
+differ sees it, and raises before any data moves. Ranks of other machines cannot be seen like this: there it is debug
+mode that compares before, and the guard that finds a difference after.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lockstep.blackbox.read import read_all
+from lockstep.blackbox.snapshot import Op
+from lockstep.errors import DistributedOperationException
+from lockstep.guard.diagnose import diagnose
+from lockstep.guard.explain import understand
+
+
+def mismatch(folder: Path, rank: int, number: int, other: int) -> DistributedOperationException:
+    """The error in the form of the guides, with what both ranks entered."""
+    boxes = read_all(folder)
+    mine = next((box for box in boxes if box.rank == rank and box.pid == os.getpid()), None)
+    # Another job may have been given the same run directory.
+    job = [box for box in boxes if mine is not None and box.attempt == mine.attempt]
+    ops = {box.rank: op for box in job for op in box.history if op.seq == number and box.rank in (rank, other)}
+    if len(ops) < 2:
+        return DistributedOperationException(
+            f"Rank {rank} and rank {other} have entered collective number {number} with different arguments."
+        )
+    lines = ["", "", _headline(ops[rank], ops[other]), ""]
+    names = sorted({op.name for op in ops.values()})
+    lines.append(f"Operation: `{' / '.join(f'lockstep.{name}' for name in names)}`")
+    lines.append("Input shapes:")
+    lines += [f"  - Process {who}: {op.signature or 'no tensors'}" for who, op in sorted(ops.items())]
+    lines.append("Called at:")
+    lines += [f"  - Process {who}: {op.name} at {op.site}" for who, op in sorted(ops.items())]
+    found = diagnose(job, blocked_for=0.0)
+    if found is not None:
+        why = understand(found)
+        lines += ["", f"Likely cause: {why.cause}", f"Fix: {why.fix}"]
+    return DistributedOperationException("\n".join(lines))
+
+
+def _headline(mine: Op, theirs: Op) -> str:
+    if mine.name != theirs.name:
+        return "Cannot apply desired operation because the processes called different operations."
+    if mine.name == "backward":
+        return (
+            "Cannot average gradients because the processes are at different batches: one has skipped an update. "
+            "Skip it on all ranks (agree with set_trigger and check_trigger) or on none."
+        )
+    return "Cannot apply desired operation due to shape mismatches. All shapes across devices must be valid."
