@@ -32,6 +32,8 @@ _EVENT_MASK = layout.EVENT_SLOTS - 1
 _ENTERED, _LEFT = layout.ENTERED, layout.LEFT
 _MAX_PASSED = 4096
 _MAX_CALLS = 1024
+_DIGESTED = 200
+"""Collectives in a digest: as many as are surely still in the ring."""
 _EMPTY = object()
 _frame_at = sys._getframe
 
@@ -82,6 +84,10 @@ class NoBox:
     def mark(self) -> tuple[int, int, int]:
         """See ``Box``."""
         return (0, 0, 0)
+
+    def digest(self) -> int:
+        """See ``Box``."""
+        return 0
 
     def close(self, how: str, words: str = "") -> None:
         """See ``Box``."""
@@ -361,6 +367,13 @@ class Box(NoBox):
         entered, left = self._words[_ENTERED], self._words[_LEFT]
         low = (1 << layout.NUMBER_BITS) - 1
         return entered >> layout.NUMBER_BITS, entered & low, left & low
+
+    def digest(self) -> int:
+        """A number that is the same on ranks whose latest collectives were the same, in names and signatures."""
+        words, first = self._words, max(1, self._number - _DIGESTED + 1)
+        starts = [_EVENTS // 8 + (number & _EVENT_MASK) * 8 for number in range(first, self._number + 1)]
+        meant = [(words[start + layout.NAME_WORD], words[start + layout.SIGNATURE_WORD]) for start in starts]
+        return layout.hash_text(repr(meant))
 
     def beat(self) -> None:
         """The reporter has looked up."""

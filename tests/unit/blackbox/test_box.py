@@ -417,3 +417,26 @@ def test_where_no_box_can_be_made_there_is_one_that_keeps_nothing(
 def test_a_box_has_what_no_box_has() -> None:
     public = {name for name in vars(NoBox) if not name.startswith("_")} - {"reason"}
     assert public == {name for name in vars(Box) if not name.startswith("_")} - {"create", "path"}
+
+
+def test_a_digest_tells_whether_the_latest_collectives_were_the_same(tmp_path: Path) -> None:
+    boxes = [writers.make(tmp_path, rank) for rank in range(2)]
+
+    def enter(box: Box, name: str, signature: str) -> None:
+        box.leave(box.enter(name, signature))
+
+    for number in range(300):
+        for box in boxes:
+            enter(box, "gather", f"[{number % 7}], float32")
+        assert boxes[0].digest() == boxes[1].digest()
+    enter(boxes[0], "gather", "[2], float32")
+    assert boxes[0].digest() != boxes[1].digest()
+    enter(boxes[1], "gather", "[3], float32")
+    assert boxes[0].digest() != boxes[1].digest()
+    for box in boxes:
+        for _ in range(199):
+            enter(box, "reduce", "")
+    assert boxes[0].digest() != boxes[1].digest()
+    for box in boxes:
+        enter(box, "reduce", "")
+    assert boxes[0].digest() == boxes[1].digest()  # too long ago
