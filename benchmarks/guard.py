@@ -219,6 +219,21 @@ def event_bars(found: Sequence[Event]) -> list[Bar]:
     return bars
 
 
+def share_bar(work: str, found: Sequence[Event], median_us: float, repeats: int) -> Bar:
+    """All calls to the box in a step over the step without them: a busy machine hardly blurs it."""
+    spent = sum(event.per_piece * event.median_us for event in found if event.work == work)
+    value = 1 + spent / median_us
+    return Bar(
+        what=f"{work}, with over without",
+        statistic="calls clocked in place, medians",
+        unit="x",
+        limit=LOOP_RATIO,
+        value=value,
+        noise=None,
+        verdict=verdict(value, LOOP_RATIO, repeats, MIN_RATIOS),
+    )
+
+
 def measure_cost(args: argparse.Namespace, world_size: int) -> Report:
     """Called on: all ranks."""
     trainers: dict[str, tuple[Trainer, int, int]] = {}
@@ -242,6 +257,8 @@ def measure_cost(args: argparse.Namespace, world_size: int) -> Report:
         total = (repeats + WARM_UPS) * pieces  # rounds that are not counted are clocked too
         found.extend(events(name, spent, total))
         bars.extend(figure_bars(target, rows[name], OFF_AGAIN))
+        if target.unit == "x":
+            bars.append(share_bar(name, found, rows[name][0].median, repeats))
 
     for name, (trainer, steps, repeats) in trainers.items():
         target = Target(
