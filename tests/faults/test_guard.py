@@ -48,8 +48,9 @@ LEFT = [
     "called different operations",
     f"- Process $other: backward at \\S*{AT['backward']}",
     f"- Process $last: wait_for_everyone at \\S*{AT['end']}",
-    f"Likely cause: Rank $last left the loop of line {AT['loop'].rpartition(':')[2]} .* while ranks? $other[-, \\d]* went on with it: "
-    "fewer batches there, or a break on some ranks only",
+    # Of more ranks those are named that had come to it by then.
+    f"Likely cause: Rank $last left the loop of line {AT['loop'].rpartition(':')[2]} .* while ranks? $other[-, \\d]* "
+    "went on with it: fewer batches there, or a break on some ranks only",
     "Fix: Give every rank as many batches",
 ]
 RAW = Stop(
