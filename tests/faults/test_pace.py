@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from tests.faults.test_guard import run
-
-SCRIPT = Path(__file__).parent / "slow.py"
+from tests.faults.jobs import Job, Result
 
 
-@pytest.mark.parametrize("phase", ["backward", pytest.param("data", marks=pytest.mark.soak), "forward"])
-def test_the_slow_rank_and_its_phase_are_named(tmp_path: Path, phase: str) -> None:
-    done = run(tmp_path, phase, script=SCRIPT)
+def slow(phase: str) -> Job:
+    return Job(scenario=phase, script="slow.py", lasts=5.0)
+
+
+@pytest.mark.parametrize(
+    "job", [slow("backward"), slow("forward"), pytest.param(slow("data"), marks=pytest.mark.soak)], ids=str
+)
+def test_the_slow_rank_and_its_phase_are_named(ended: Callable[[Job], Result], job: Job) -> None:
+    done = ended(job)
     assert done.code == 0, done
-    assert "Rank 1 (" in done.text, done
-    assert f"most of it in {phase}" in done.text, done
-    assert done.text.count("slower than the other ranks") == 1, done
+    assert "Rank 1 (" in done.words, done
+    assert f"most of it in {job.scenario}" in done.words, done
+    assert done.words.count("slower than the other ranks") == 1, done
 
 
-def test_equal_ranks_are_left_alone(tmp_path: Path) -> None:
-    done = run(tmp_path, "none", script=SCRIPT)
+@pytest.mark.parametrize("job", [slow("none")], ids=str)
+def test_equal_ranks_are_left_alone(ended: Callable[[Job], Result], job: Job) -> None:
+    done = ended(job)
     assert done.code == 0, done
-    assert "slower" not in done.text, done
+    assert "slower" not in done.words, done

@@ -75,7 +75,7 @@ def test_every_rank_shows_its_main_thread(job: Job, capsys: pytest.CaptureFixtur
         assert f"out_of_step.py:{LINES['backward']} for " in first.splitlines()[0]
         assert f'out_of_step.py", line {LINES["backward"]}, in train\n    accelerator.backward(loss)' in first
         assert second.splitlines()[-2].endswith(f'out_of_step.py", line {LINES["sleeps"]}, in train')
-        assert second.splitlines()[-1].startswith("    time.sleep(600)")
+        assert second.splitlines()[-1].startswith("    time.sleep(SECONDS)")
         for text in (first, second):
             assert text.splitlines()[1].endswith("in <module>")
             assert text.count("in <module>") == 1

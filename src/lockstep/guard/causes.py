@@ -15,11 +15,16 @@ STOP_TOGETHER = (
     "To leave a loop on all ranks at once, call accelerator.set_trigger() where one wants to, and let every rank "
     "break when accelerator.check_trigger() is true."
 )
+TOGETHER = (
+    "Let all ranks decide alike: share the decision first (accelerator.gather or accelerator.reduce of a flag), then "
+    "skip on every rank or on none. Let no `except` pass over an error on one rank only."
+)
 EVEN = (
     "Give every rank as many batches: prepare the data loader and keep even_batches=True, or put the loop into "
     "accelerator.join_uneven_inputs([model])."
 )
 _FOLLOWER = re.compile(r"PeerFailure|gloo|nccl|connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
+_BATCH = re.compile(r"batch \d+")
 _SHAPE = re.compile(r"[\[(][\d, x]*[\])]")
 _DTYPE = re.compile(r"\b(torch\.)?(b?float|u?int|complex|bool|half|double|long)\d*\w*\b")
 
@@ -83,8 +88,7 @@ def different_ops(number: int, calls: Sequence[Call], histories: Mapping[int, Ma
             cause=f"So far every rank made both calls; this time {odd.who} left out {_call(usual.op)} and went on to "
             f"{_call(odd.op)}: a `continue` (a NaN loss that is skipped, say), a condition that holds on that rank "
             "only, or an exception that was caught and passed over.",
-            fix="Let all ranks decide alike: share the decision first (accelerator.gather or accelerator.reduce of a "
-            "flag), then skip on every rank or on none. Let no `except` pass over an error on one rank only.",
+            fix=TOGETHER,
         )
     if usual.key in before:
         return Why(
@@ -153,7 +157,9 @@ def _sentence(text: str) -> str:
 
 
 def what_differs(signatures: Sequence[str]) -> str:
-    """ "shapes", "dtypes" or "structures"."""
+    """ "shapes", "dtypes", "structures", or "batches" where the ranks average the gradients of different ones."""
+    if all(_BATCH.fullmatch(signature) for signature in signatures):
+        return "batches"
     if len({_DTYPE.sub("t", _SHAPE.sub("s", signature)) for signature in signatures}) > 1:
         return "structures"
     if len({tuple(_SHAPE.findall(signature)) for signature in signatures}) > 1:
@@ -164,6 +170,13 @@ def what_differs(signatures: Sequence[str]) -> str:
 def different_arguments(op: Op, what: str) -> Why:
     """One call, whose arguments do not fit together."""
     name = op.name.partition("(")[0].strip()
+    if what == "batches":
+        return Why(
+            cause="The ranks would average gradients of different batches: one that is further has left an update out, "
+            "by a `continue` (a NaN loss that is skipped, say), a condition that holds on that rank only, or an "
+            "exception that was caught and passed over.",
+            fix=TOGETHER,
+        )
     if what == "shapes":
         return Why(
             cause=f"{name} needs the same shape on every rank. Often the last batch is smaller on one rank, or "
@@ -213,7 +226,7 @@ def gone(place: Place, waiting: Sequence[Place]) -> Why:
         if any("backward" in at_work.doing for at_work in waiting):
             return Why(
                 cause=f"{who} came to the end of the script while others still train: it had fewer batches, or left "
-                "its loop early (break, return).",
+                "its loop early (break, return, sys.exit).",
                 fix=f"{EVEN} {STOP_TOGETHER}",
             )
         return Why(

@@ -23,6 +23,8 @@ from lockstep.guard.whereabouts import by_place, ending, label, raw_name, span, 
 # Nobody leaves these before everybody has come.
 _MEETING = ("all_reduce", "allreduce", "all_gather", "allgather", "all_to_all", "alltoall", "barrier", "reduce_scatter")
 _SAME_SHAPES = ("all_reduce", "allreduce", "all_gather", "allgather", "_allgather_base", "reduce_scatter")
+_SHUTDOWN = 3.0
+"""Seconds for which others wait before a rank that is done, but whose process is not, counts as gone."""
 _COMPANY = "join"
 """How a collective is called in which a rank that has run out of batches answers whatever the others do."""
 
@@ -187,8 +189,10 @@ def _gone(job: Job) -> Diagnosis | None:
         least = min(box.left if box.generation == job.generation else 0 for box in gone)
         waiters = [box for box in waiters if box.op and box.op.seq > least]
         waiting = by_place((box.rank, _waiting(box)) for box in waiters)
-        certain = job.is_certain([*waiters, *gone])
         seconds = max(waited(box) for box in waiters)
+        # How a rank that is still shutting down ended, its exit code says, which a launcher will have in a moment.
+        leaving = any(box.closed == "finished" and box.alive for box in gone)
+        certain = job.is_certain([*waiters, *gone]) and (not leaving or seconds >= _SHUTDOWN)
     else:
         waiters = [box for box in job.here if box.op is None and raw_waited(box) >= job.blocked_for]
         gone = [box for box in job.boxes if is_gone(box)]

@@ -13,6 +13,7 @@ from pathlib import Path
 from lockstep.blackbox.read import read_all
 from lockstep.blackbox.snapshot import Op
 from lockstep.errors import DistributedOperationException
+from lockstep.guard.causes import what_differs
 from lockstep.guard.diagnose import diagnose
 from lockstep.guard.explain import understand
 
@@ -50,4 +51,9 @@ def _headline(mine: Op, theirs: Op) -> str:
             "Cannot average gradients because the processes are at different batches: one has skipped an update. "
             "Skip it on all ranks (agree with set_trigger and check_trigger) or on none."
         )
+    what = what_differs([mine.signature, theirs.signature])
+    if what == "dtypes":
+        return "Cannot apply desired operation due to dtype mismatches. All dtypes across devices must be the same."
+    if what == "structures":
+        return "Cannot apply desired operation because its arguments differ between the processes."
     return "Cannot apply desired operation due to shape mismatches. All shapes across devices must be valid."

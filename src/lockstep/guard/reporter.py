@@ -13,6 +13,7 @@ import pickle
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -54,6 +55,7 @@ class Reporter:
         self._mark: tuple[int, int, int] = (0, 0, 0)
         self._moved = time.monotonic()
         self._raw: tuple[int, Raw] | None = None
+        self._stumbled = False
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-reporter", daemon=True)
         self._thread.start()
@@ -65,8 +67,13 @@ class Reporter:
 
     def _run(self) -> None:
         while not self._ending.wait(INTERVAL):
-            self.look()
-            self._also()
+            try:
+                self.look()
+                self._also()
+            except Exception:  # without this thread nobody would see where the rank is, nor end it
+                if not self._stumbled:
+                    self._stumbled = True
+                    traceback.print_exc()
             if self._is_stopped():
                 sys.stderr.flush()
                 os._exit(STOPPED)
@@ -140,9 +147,12 @@ class Reporter:
 
 
 def _is_waiting(frame: FrameType) -> bool:
-    """Whether the innermost frame waits for others: one of torch's or ours, or a line that waits for a handle."""
+    """Whether the innermost frame waits for others: one of torch's or ours, or a line that waits for a handle.
+
+    Some bytecode belongs to no line.
+    """
     name = frame.f_code.co_filename
-    return not sites.is_user_file(name) or "wait" in linecache.getline(name, frame.f_lineno)
+    return not sites.is_user_file(name) or "wait" in linecache.getline(name, frame.f_lineno or 0)
 
 
 def _is_default(entry: dict[str, Any]) -> bool:

@@ -90,7 +90,14 @@ def tell(
     lines = [_rule("the job failed"), f"Output of each rank: {logs}"]
     lines += [*_followers(own, said, first, out_of_memory), ""]
     lines += _in_full(ended, said.get(first), logs, out_of_memory)  # last, where the eye falls
-    return "\n".join(lines), ended.code if ended.code > 0 else 128 - ended.code if ended.code < 0 else 1
+    return "\n".join(lines), _code(ended, said.get(first))
+
+
+def _code(ended: Exit, words: LastWords | None) -> int:
+    """The exit code of a job that this rank has failed."""
+    if words is not None and ended.by_us:  # it had failed already, and was only not gone yet
+        return int(words.message) if words.kind == "SystemExit" and words.message.isdecimal() else 1
+    return ended.code if ended.code > 0 else 128 - ended.code if ended.code < 0 else 1
 
 
 def one_line(exits: Sequence[Exit], words: Sequence[LastWords], out_of_memory: bool = False) -> str:

@@ -34,7 +34,9 @@ class Cause:
         """The error for a rank that is left ``doing`` something alone."""
         after = "it has left the job" if self.leaving else "this rank leaves too, so that all can go on together"
         trace = f"\n\nOn rank {self.rank}:\n{self.details.rstrip()}" if self.details else ""
-        return PeerFailure(f"Rank {self.rank} failed: {self.what}. While {doing}, {after}.{trace}", rank=self.rank)
+        return PeerFailure(
+            f"Rank {self.rank} failed: {self.what.rstrip('.')}. While {doing}, {after}.{trace}", rank=self.rank
+        )
 
 
 class Waker:

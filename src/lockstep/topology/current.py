@@ -148,6 +148,7 @@ def reset() -> None:
     """Leave the job and forget it, so that the next Accelerator starts anew."""
     session, _slot.session = _slot.session, None
     watch, _slot.watch = _slot.watch, None
+    _slot.farewell.look_for_exit(session.directory.path if session is not None and session.directory else None)
     if watch is not None:
         watch.close(failed=_slot.farewell.words)
     _slot.farewell.uninstall()

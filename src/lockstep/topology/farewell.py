@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import traceback
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from lockstep.errors import TopologyError
+from lockstep.rundir import words
 from lockstep.topology.group import Group
 
 
@@ -33,6 +36,16 @@ class Farewell:
         self.words = ""
         if sys.excepthook is self:
             sys.excepthook = self._before
+
+    def look_for_exit(self, directory: Path | None) -> None:
+        """Python calls no hook for ``sys.exit``: where the launcher's shim has noted one, tell the others of it."""
+        if self._group is None or self.words or directory is None:
+            return
+        own = [said for said in words.read_all(directory) if said.pid == os.getpid() and said.kind == "SystemExit"]
+        if own and not own[0].follows:
+            self.words = f"it left with sys.exit({own[0].message}), at {own[0].line}"
+            with contextlib.suppress(RuntimeError, TopologyError):
+                self._group.end(self.words, leaving=True)
 
     def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         """As an excepthook is called."""

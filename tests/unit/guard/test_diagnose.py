@@ -80,6 +80,17 @@ CASES = {
         cause="same structure",
         fix="same dict",
     ),
+    "an update was skipped": Case(
+        boxes=[
+            box(0, [*LOOP, (*BACKWARD, "batch 3")], waits=2),
+            box(1, [*LOOP, (*BACKWARD, "batch 4")], waits=2),
+        ],
+        kind="different arguments",
+        certain=True,
+        places={(0,): WAITS, (1,): WAITS},
+        cause="gradients of different batches",
+        fix="skip on every rank or on none",
+    ),
     "a mismatch that did not block": Case(
         boxes=[
             box(0, [*LOOP, (*GATHER, "[2] float32"), BACKWARD], waits=0.1),
@@ -137,7 +148,7 @@ CASES = {
     "a barrier under is_main_process that met another": Case(
         boxes=[
             box(0, [*LOOP, ("barrier", "train.py:35"), BARRIER], waits=2),
-            box(1, [*LOOP, BARRIER], closed="finished"),
+            box(1, [*LOOP, BARRIER], closed="finished", alive=False),
         ],
         kind="gone",
         certain=True,
@@ -381,6 +392,10 @@ QUIET = {
     "one has left already": [box(0, LOOP), box(1, LOOP, waits=20)],
     "the last one has just come": [box(0, LOOP, waits=50), box(1, LOOP, waits=0.2)],
     "the rank that left the job has done its part": [box(0, LOOP, waits=20), box(1, LOOP, closed="finished")],
+    "one has finished, and its exit code is not known yet": [
+        box(0, [*LOOP, BACKWARD], waits=2),
+        box(1, LOOP, closed="finished"),
+    ],
     "all have finished": [box(0, LOOP, closed="finished"), box(1, STEP, closed="finished", alive=False)],
     "raw calls of different numbers": [
         box(0, LOOP, raw=raw("all_reduce", number=9)),

@@ -74,6 +74,16 @@ def test_the_kernel_counts_such_kills() -> None:
     assert kills is None or kills >= 0
 
 
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [({}, 1), ({"kind": "SystemExit", "message": "3"}, 3), ({"kind": "SystemExit", "message": "no data"}, 1)],
+)
+def test_a_rank_that_had_failed_when_the_launcher_ended_it(tmp_path: Path, said: dict[str, str], code: int) -> None:
+    assert (
+        tell([ended(0, 1), ended(1, -15, by_us=True)], [words(0, **LOST), words(1, **said)], logs=tmp_path)[1] == code
+    )
+
+
 # --- the report --------------------------------------------------------------------------------------------------
 
 
