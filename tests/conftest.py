@@ -36,6 +36,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(restore)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say which tests stay together when several processes share them: those that share pools, jobs or machines."""
+    for item in items:
+        folder = item.path.parent.name
+        together = {"clusters": "clusters", "parity": "parity"}.get(folder, str(item.path))
+        if folder == "faults" and "ended" in getattr(item, "fixturenames", ()):
+            together = "jobs"
+        item.add_marker(pytest.mark.xdist_group(together))
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves threads, environment variables, a process group or files behind.
