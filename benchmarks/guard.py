@@ -62,6 +62,7 @@ from measure import (
     tell_conditions,
     verdict,
 )
+from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
@@ -508,7 +509,7 @@ def conditions(world_size: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def tell(report: Report) -> None:
     """Markdown tables, to be kept in docs as they are."""
-    console = tell_conditions(report, "the first row")
+    console = tell_conditions(report, "the first row") if report.figures else Console(width=160, highlight=False)
     for title, rows in report.figures.items():
         console.print(figures_table(title, rows))
     if report.events:
