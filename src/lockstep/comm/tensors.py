@@ -56,7 +56,7 @@ class _Plan:
     Small buffers and the views into them are kept for the next call: making views costs more than copying.
     """
 
-    def __init__(self, leaves: Sequence[Tensor], group: Group) -> None:
+    def __init__(self, leaves: Sequence[Tensor], group: Group, meant: verify.Meant | None = None) -> None:
         devices = {leaf.device for leaf in leaves}
         self.one_device = len(devices) == 1
         self.device = devices.pop() if self.one_device else group.device
@@ -71,6 +71,17 @@ class _Plan:
         self._kept = offset * (world_size + 1) <= _KEEP_BYTES
         self._sending: tuple[Tensor, list[Tensor]] | None = None
         self._receiving: tuple[Tensor, list[list[Tensor]]] | None = None
+        self.key = 0
+        """What is compared in debug mode."""
+        self.framed = False
+        """Whether the leaves travel in debug mode's own frames, together with the key."""
+        if meant is not None:
+            self.key = meant.key()
+            self.framed = 0 < offset <= verify.ROOM and self.device.type == "cpu" and group.talks_host
+        if self.framed:
+            frames = verify.frames_of(group)
+            self._sending = frames.data, [_place(frames.data, slot).view(slot.shape) for slot in self.slots]
+            self._receiving = frames.rows, [[_place(part, slot) for part in frames.rows] for slot in self.slots]
 
     def sending(self) -> tuple[Tensor, list[Tensor]]:
         """A buffer for one rank's leaves, and each leaf's place in it."""
@@ -102,10 +113,12 @@ class _Plan:
         return buffer
 
 
-def _plan(group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...] | None) -> _Plan:
+def _plan(
+    group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...] | None, meant: verify.Meant | None = None
+) -> _Plan:
     plan = None if signature is None else group.memo.get(signature)
     if plan is None:
-        plan = _Plan(leaves, group)
+        plan = _Plan(leaves, group, meant)
         if signature is not None:
             if len(group.memo) >= _MAX_PLANS:
                 group.memo.clear()
@@ -127,12 +140,10 @@ def gather(group: Group, tree: Any) -> Any:
     """
     if group.world_size == 1:
         return tree
-    if isinstance(tree, Tensor):
+    if isinstance(tree, Tensor) and not group.debug:
         group.check("gathering tensors")
         number = group.box.enter("gather", (tree.shape, tree.dtype), _CALLER)
         try:
-            if group.debug:
-                verify.check(group, "gather", tree)
             return _gather_one(group, tree)
         finally:
             group.box.leave(number)
@@ -147,9 +158,7 @@ def gather_flat(group: Group, tree: Any, leaves: Sequence[Tensor], signature: tu
     group.check("gathering tensors")
     number = group.box.enter("gather", signature, _CALLER)
     try:
-        if group.debug:
-            verify.check(group, "gather", tree)
-        rows, plan = _gather_rows(group, leaves, signature)
+        rows, plan = _gather_rows(group, leaves, signature, tree, "gather")
     finally:
         group.box.leave(number)
     joined = [torch.cat(ranks) for ranks in rows]
@@ -166,9 +175,7 @@ def gather_parts(group: Group, tree: Any, leaves: Sequence[Tensor], signature: t
     group.check("gathering tensors")
     number = group.box.enter("gather", signature, _CALLER)
     try:
-        if group.debug:
-            verify.check(group, "gather", tree)
-        return _gather_rows(group, leaves, signature)[0]
+        return _gather_rows(group, leaves, signature, tree, "gather")[0]
     finally:
         group.box.leave(number)
 
@@ -183,7 +190,7 @@ def gather_ragged(group: Group, tree: Any, leaves: Sequence[Tensor]) -> list[lis
     number = group.box.enter("gather", _any_length(trees.flatten(tree)[1]), _CALLER)
     try:
         if group.debug:
-            verify.check(group, "gather", tree, free_dim=0)
+            verify.check(group, verify.Meant(operation="gather", tree=tree, free_dim=0))
         return _ragged(group, leaves) if leaves else []
     finally:
         group.box.leave(number)
@@ -227,14 +234,45 @@ def _gather_one(group: Group, leaf: Tensor) -> Tensor:
 
 
 def _gather_rows(
-    group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...] | None
+    group: Group,
+    leaves: Sequence[Tensor],
+    signature: tuple[Any, ...] | None,
+    tree: Any = None,
+    operation: str = "",
 ) -> tuple[list[list[Tensor]], _Plan]:
-    """Called on: all ranks. Each leaf of every rank, by one collective; their memory is the plan's."""
+    """Called on: all ranks. Each leaf of every rank, by one collective; their memory is the plan's.
+
+    With an ``operation``, its name and the tree are compared first in debug mode.
+    """
+    if operation and group.debug:
+        return _compared_rows(group, leaves, signature, verify.Meant(operation=operation, tree=tree))
     plan = _plan(group, leaves, signature)
     buffer, rows = plan.receiving()
     if plan.nbytes:
         all_gather(group, buffer, plan.pack(leaves))
     return rows, plan
+
+
+def _compared_rows(
+    group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...] | None, meant: verify.Meant
+) -> tuple[list[list[Tensor]], _Plan]:
+    """Called on: all ranks. The same in debug mode: small leaves travel in the frame that is compared."""
+    plan = _plan(group, leaves, None if signature is None else ("debug", meant.operation, *signature), meant)
+    packed = plan.pack(leaves) if plan.framed else None
+    together = verify.frames_of(group).meet(plan.key, plan.nbytes if plan.framed else 0, f"checking {meant.operation}")
+    if together is None:
+        verify.refuse(group, meant)
+    buffer, rows = plan.receiving()
+    if together or not plan.nbytes:
+        return rows, plan
+    if packed is None:
+        all_gather(group, buffer, plan.pack(leaves))
+        return rows, plan
+    # Another rank's leaves are on a device, so that it has sent none yet.
+    apart = _Plan(leaves, group)
+    buffer, rows = apart.receiving()
+    all_gather(group, buffer, apart.pack(leaves))
+    return rows, apart
 
 
 # --- reduce ------------------------------------------------------------------------------------------------------
@@ -256,9 +294,7 @@ def reduce(group: Group, tree: Any, reduction: str = "mean", scale: float = 1.0)
     group.check("reducing tensors")
     number = group.box.enter(_REDUCTIONS[reduction], signature, _CALLER)
     try:
-        if group.debug:
-            verify.check(group, f"reduce ({reduction})", tree)
-        sums = _sum(group, [_dense(leaf) for leaf in leaves], signature)
+        sums = _sum(group, [_dense(leaf) for leaf in leaves], signature, tree, _REDUCTIONS[reduction])
     finally:
         group.box.leave(number)
     factor = scale / group.world_size if reduction == "mean" else scale
@@ -273,19 +309,22 @@ def _scaled(total: Tensor, world_size: int, reduction: str, scale: float) -> Ten
     return total if scale == 1.0 else total * scale
 
 
-def _sum(group: Group, leaves: list[Tensor], signature: tuple[Any, ...]) -> list[Tensor]:
+def _sum(group: Group, leaves: list[Tensor], signature: tuple[Any, ...], tree: Any, operation: str) -> list[Tensor]:
     leaves = [leaf.long() if leaf.dtype == torch.bool else leaf for leaf in leaves]
     # In order of appearance, which is the same on all ranks; the order of a set is not.
     dtypes = dict.fromkeys((leaf.dtype, leaf.device.type) for leaf in leaves)
     native = all(dtype in _SUMMABLE for dtype, _ in dtypes)
     total_bytes = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-    if not native or (len(dtypes) > 1 and total_bytes <= _LOCAL_SUM_BYTES):
+    small = total_bytes + _ALIGN * len(leaves) <= verify.ROOM
+    if not native or (len(dtypes) > 1 and total_bytes <= _LOCAL_SUM_BYTES) or (group.debug and small):
         # One gather whatever the dtypes; each rank adds in the same order, so all get the same bits.
-        rows, _ = _gather_rows(group, leaves, ("sum", *signature))
+        rows, _ = _gather_rows(group, leaves, ("sum", *signature), tree, operation)
         return [
             torch.stack(ranks).sum(0, dtype=leaf.dtype).view(leaf.shape).to(leaf.device)
             for ranks, leaf in zip(rows, leaves, strict=True)
         ]
+    if group.debug:
+        verify.check(group, verify.Meant(operation=operation, tree=tree))
     sums: list[Tensor] = list(leaves)
     for dtype, kind in dtypes:
         places = [place for place, leaf in enumerate(leaves) if (leaf.dtype, leaf.device.type) == (dtype, kind)]
@@ -314,7 +353,8 @@ def broadcast(group: Group, tree: Any, from_process: int = 0) -> Any:
     number = group.box.enter(f"broadcast (from process {from_process})", signature, _CALLER)
     try:
         if group.debug:
-            verify.check(group, "broadcast", tree, extra=f"from process {from_process}")
+            extra = f"from process {from_process}"
+            verify.check(group, verify.Meant(operation="broadcast", tree=tree, extra=extra))
         broadcast_leaves(group, leaves, signature, from_process)
     finally:
         group.box.leave(number)
@@ -367,12 +407,15 @@ def pad_across_processes(
     # Only sizes are exchanged, one for each tensor: what else differs does no harm here.
     number = group.box.enter(f"pad_across_processes (dim={dim})", f"{len(leaves)} tensors", _CALLER)
     try:
+        sizes = torch.tensor([leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else -1 for leaf in leaves])
+        carried = None
         if group.debug:
-            verify.check(group, f"pad_across_processes (dim={dim})", tree, free_dim=dim)
+            meant = verify.Meant(operation=f"pad_across_processes (dim={dim})", tree=tree, free_dim=dim)
+            carried = verify.exchange(group, meant, sizes.view(torch.uint8) if leaves else None)
         if not leaves:
             return tree
-        sizes = torch.tensor([leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else -1 for leaf in leaves])
-        longest = gather_host(group, sizes, "padding tensors").amax(0).tolist()
+        known = carried.contiguous().view(torch.int64) if carried is not None else None
+        longest = (gather_host(group, sizes, "padding tensors") if known is None else known).amax(0).tolist()
     finally:
         group.box.leave(number)
     padded = [_pad(leaf, dim, int(size), pad_index, pad_first) for leaf, size in zip(leaves, longest, strict=True)]

@@ -1,7 +1,8 @@
-"""Debug mode: do all ranks mean the same collective? Asked before any data moves.
+"""Debug mode: do all ranks mean the same collective? Asked before any data is used.
 
-Every collective of ours first exchanges one record of constant size, whatever the operation, so that ranks which
-call *different* operations are caught too. On a difference every rank raises the same error.
+Every collective of ours first exchanges one frame of constant size, whatever the operation, so that ranks which call
+*different* operations are caught too. Data that is small enough travels in the same frame, so that most collectives are
+still one. On a difference the ranks tell each other what each of them meant, and every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -9,62 +10,147 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from lockstep.blackbox import sites
 from lockstep.comm import trees
-from lockstep.comm.wire import gather_host
+from lockstep.comm.wire import all_gather, gather_host
 from lockstep.errors import DistributedOperationException
 from lockstep.topology.group import Group
 
+_FRAME = 8192
+_HEAD = 16
+"""Bytes of a frame before its data: what the rank means, as a number, and how many bytes of data follow."""
+ROOM = _FRAME - _HEAD
+"""Bytes of data that travel with the question."""
 _RECORD = 8192
-_ROOM = 600
+_TEXT = 600
 """Characters that each of the six texts of a record may have; with escapes they always fit."""
 
 
-def check(group: Group, operation: str, tree: Any = None, *, extra: str = "", free_dim: int | None = None) -> None:
-    """Called on: all ranks. Raise on all of them unless operation, structure, shapes and dtypes agree."""
-    mine = _record(operation, tree, extra, free_dim)
-    records = _exchange(group, mine)
-    if all(record["key"] == mine["key"] for record in records):
-        return
-    group.box.refuse()  # on every rank: a script may catch the error and go on
-    raise DistributedOperationException(_describe(records))
+@dataclass(frozen=True, kw_only=True)
+class Meant:
+    """What a rank is about to do."""
+
+    operation: str
+    """Its name."""
+    tree: Any = None
+    """What it is done with."""
+    extra: str = ""
+    """What else must agree."""
+    free_dim: int | None = None
+    """A dimension in which the ranks may differ."""
+
+    def key(self) -> int:
+        """A number that is the same on ranks that mean the same."""
+        parts = [self.operation, self.extra, *(part for _, _, part in self._parts())]
+        return int.from_bytes(hashlib.sha256("|".join(parts).encode()).digest()[:8], "little", signed=True)
+
+    def record(self) -> dict[str, str]:
+        """The same for people."""
+        parts = self._parts()
+        return {
+            "op": self.operation,
+            "extra": self.extra,
+            "shapes": ", ".join(shape for shape, _, _ in parts),
+            "dtypes": ", ".join(dtype for _, dtype, _ in parts),
+            "site": sites.spell_site(sites.find_user_frame(sys._getframe(1), {})),
+        }
+
+    def _parts(self) -> list[tuple[str, str, str]]:
+        """Of each tensor: its shape and dtype for people, and what of them must agree."""
+        parts = []
+        for path, leaf in trees.walk_paths(self.tree) if self.tree is not None else ():
+            if not isinstance(leaf, Tensor):
+                continue
+            shape = list(leaf.shape)
+            must_agree = [
+                "any" if self.free_dim is not None and place == self.free_dim % max(leaf.ndim, 1) else size
+                for place, size in enumerate(shape)
+            ]
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            parts.append((f"{path}: {shape}" if path else str(shape), dtype, f"{path}{must_agree}{leaf.dtype}"))
+        return parts
 
 
-def _record(operation: str, tree: Any, extra: str, free_dim: int | None) -> dict[str, str]:
-    shapes, dtypes, key = [], [], [operation, extra]
-    for path, leaf in trees.walk_paths(tree) if tree is not None else ():
-        if not isinstance(leaf, Tensor):
-            continue
-        shape = list(leaf.shape)
-        must_agree = [
-            "any" if free_dim is not None and place == free_dim % max(leaf.ndim, 1) else size
-            for place, size in enumerate(shape)
-        ]
-        shapes.append(f"{path}: {shape}" if path else str(shape))
-        dtypes.append(str(leaf.dtype).removeprefix("torch."))
-        key.append(f"{path}{must_agree}{leaf.dtype}")
-    return {
-        "key": hashlib.sha256("|".join(key).encode()).hexdigest(),
-        "op": operation,
-        "extra": extra,
-        "shapes": ", ".join(shapes),
-        "dtypes": ", ".join(dtypes),
-        "site": sites.spell_site(sites.find_user_frame(sys._getframe(1), {})),
-    }
+class Frames:
+    """The memory that frames travel in; the same for every operation."""
+
+    def __init__(self, group: Group) -> None:
+        with torch.inference_mode(False):
+            sent = torch.zeros(_FRAME, dtype=torch.uint8, device="cpu")
+            received = torch.zeros((group.world_size, _FRAME), dtype=torch.uint8, device="cpu")
+        self._group = group
+        self._sent, self._received = sent, received.view(-1)
+        self.data = sent[_HEAD:]
+        """Where this rank's data go."""
+        self.rows = received[:, _HEAD:]
+        """Where those of all ranks arrive."""
+        # Read and written one by one: an operation of numpy or torch on two numbers costs more than the loop.
+        self._own = sent.numpy().data.cast("q")
+        self._heads = received.view(-1).numpy().data.cast("q")
+
+    def meet(self, key: int, size: int, doing: str) -> bool | None:
+        """Called on: all ranks. Whether all have sent ``size`` bytes of data; None when they mean different things."""
+        own, heads, group = self._own, self._heads, self._group
+        own[0], own[1] = key, size
+        if group.talks_host:
+            all_gather(group, self._received, self._sent, doing)
+        else:
+            self._received.copy_(gather_host(group, self._sent, doing).view(-1))
+        together = size > 0
+        for place in range(0, len(heads), _FRAME // 8):
+            if heads[place] != key:
+                return None
+            # One rank may have its tensors on a device: then all send theirs apart.
+            together = together and heads[place + 1] == size
+        return together
 
 
-def _exchange(group: Group, mine: dict[str, str]) -> list[dict[str, str]]:
-    cut = {name: text if len(text) <= _ROOM else f"{text[:_ROOM]} …" for name, text in mine.items()}
+def frames_of(group: Group) -> Frames:
+    """The group's; the same for every operation."""
+    found: Frames | None = group.memo.get("frames")
+    if found is None:
+        found = group.memo["frames"] = Frames(group)
+    return found
+
+
+def check(group: Group, meant: Meant) -> None:
+    """Called on: all ranks. Raise on all of them unless all mean the same."""
+    if frames_of(group).meet(meant.key(), 0, f"checking {meant.operation}") is None:
+        refuse(group, meant)
+
+
+def exchange(group: Group, meant: Meant, data: Tensor | None) -> Tensor | None:
+    """Called on: all ranks. The same, and every rank's bytes, a row for each; None when they have to travel apart.
+
+    ``data`` is a flat host tensor of bytes, equally many on ranks that mean the same. The rows are used again by the
+    next call.
+    """
+    frames = frames_of(group)
+    size = data.numel() if data is not None and data.numel() <= ROOM else 0
+    if size and data is not None:
+        frames.data[:size].copy_(data)
+    together = frames.meet(meant.key(), size, f"checking {meant.operation}")
+    if together is None:
+        refuse(group, meant)
+    return frames.rows[:, :size] if together else None
+
+
+def refuse(group: Group, meant: Meant) -> NoReturn:
+    """Called on: all ranks. Tell each other what each one meant, and raise."""
+    cut = {name: text if len(text) <= _TEXT else f"{text[:_TEXT]} …" for name, text in meant.record().items()}
     text = json.dumps(cut, ensure_ascii=False).encode()
     source = torch.zeros(_RECORD, dtype=torch.uint8)
     source[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = gather_host(group, source, f"checking {mine['op']}")
-    return [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in rows]
+    rows = gather_host(group, source, f"checking {meant.operation}")
+    records = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in rows]
+    group.box.refuse()  # on every rank: a script may catch the error and go on
+    raise DistributedOperationException(_describe(records))
 
 
 def _describe(records: list[dict[str, str]]) -> str:

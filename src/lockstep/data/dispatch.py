@@ -159,7 +159,7 @@ class _Desk:
         """Called on: all ranks. Before an exchange, see that nobody has failed and, in debug mode, that all mean it."""
         self.group.check(_DOING)
         if self.group.debug:
-            verify.check(self.group, "dispatch_batches")
+            verify.check(self.group, verify.Meant(operation="dispatch_batches"))
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Called on: all ranks. The row that rank 0 has for this rank; elsewhere it is written into the only row."""

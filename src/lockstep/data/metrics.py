@@ -137,7 +137,7 @@ def _objects_of_all(group: Group, data: Any, ranks: Sequence[int], as_objects: b
             f"{type(data).__name__}. Put it into a list: gather_for_metrics([value])."
         )
     if len(ranks) == group.world_size and group.debug:
-        verify.check(group, "gather_object")
+        verify.check(group, verify.Meant(operation="gather_object"))
     return _exchange(group, _pack(data, as_objects), ranks)
 
 
