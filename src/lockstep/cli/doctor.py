@@ -1,0 +1,34 @@
+"""``lockstep doctor [net|mpi|nccl]``: is this machine, its network and the cluster fit to train."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+RAW = True
+"""The command line is handed over as it is: each part of the doctor has options of its own."""
+
+PARTS: dict[str, tuple[str, str]] = {}
+"""Part -> its module, with ``add_arguments`` and ``run``, and what it looks at."""
+_MACHINE = (
+    "lockstep.cli.doctor_machine",
+    "Find out whether this machine, its network and the cluster are fit to train",
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the part that is named first; the machine's own checks when none is. The exit code is 1 on errors."""
+    words = list(argv)
+    named = bool(words) and words[0] in PARTS
+    module_name, what = PARTS[words[0]] if named else _MACHINE
+    parser = argparse.ArgumentParser(
+        prog=f"lockstep doctor {words[0]}" if named else "lockstep doctor",
+        usage=None if named else "lockstep doctor [options]\n       lockstep doctor PART [options]",
+        description=what[0].upper() + what[1:] + ".",
+        epilog=None if named else "\n".join(["parts:", *(f"  {name:<10}{text}" for name, (_, text) in PARTS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module = importlib.import_module(module_name)
+    module.add_arguments(parser)
+    return int(module.run(parser.parse_args(words[1:] if named else words)))

@@ -1,0 +1,48 @@
+"""Findings as people read them."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from lockstep.doctor.finding import Finding, Status
+
+_MARKS: dict[Status, str] = {"ok": "ok", "warning": "WARNING", "error": "ERROR", "skipped": "--"}
+_NARROWEST = 60
+
+
+def lines(findings: Sequence[Finding], width: int | None = None) -> Iterator[str]:
+    """One row for each finding; why and what to do below those that need it."""
+    width = max(_NARROWEST, shutil.get_terminal_size((120, 24)).columns if width is None else width)
+    names = max((len(finding.check) for finding in findings), default=0)
+    for finding in findings:
+        start = f"{_MARKS[finding.status]:<8} {finding.check:<{names}}  "
+        yield from textwrap.wrap(finding.what, width, initial_indent=start, subsequent_indent=" " * len(start)) or [
+            start.rstrip()
+        ]
+        for label, text in (("why", finding.why), ("fix", finding.fix)):
+            if text and finding.status in ("warning", "error"):
+                lead = " " * len(start) + f"{label}: "
+                # Never broken inside a command: it is to be copied.
+                yield from (
+                    [lead + text]
+                    if label == "fix"
+                    else textwrap.wrap(text, width, initial_indent=lead, subsequent_indent=" " * len(lead))
+                )
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """How many of each, in one line."""
+    counts = {status: sum(finding.status == status for finding in findings) for status in _MARKS}
+    words = [
+        f"{counts[status]} {name}{'s' if plural and counts[status] != 1 else ''}"
+        for status, name, plural in (
+            ("error", "error", True),
+            ("warning", "warning", True),
+            ("ok", "ok", False),
+            ("skipped", "skipped", False),
+        )
+        if counts[status]
+    ]
+    return ", ".join(words) or "nothing was looked at"
