@@ -9,7 +9,9 @@ from collections.abc import Sequence
 RAW = True
 """The command line is handed over as it is: each part of the doctor has options of its own."""
 
-PARTS: dict[str, tuple[str, str]] = {}
+PARTS: dict[str, tuple[str, str]] = {
+    "net": ("lockstep.cli.doctor_net", "how well the ranks of a job talk to each other, pair by pair"),
+}
 """Part -> its module, with ``add_arguments`` and ``run``, and what it looks at."""
 _MACHINE = (
     "lockstep.cli.doctor_machine",
