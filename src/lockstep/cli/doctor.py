@@ -11,6 +11,10 @@ RAW = True
 
 PARTS: dict[str, tuple[str, str]] = {
     "net": ("lockstep.cli.doctor_net", "how well the ranks of a job talk to each other, pair by pair"),
+    "nccl": (
+        "lockstep.cli.doctor_nccl",
+        "what NCCL's logs say, in words: what it chose, what failed first, what to do",
+    ),
 }
 """Part -> its module, with ``add_arguments`` and ``run``, and what it looks at."""
 _MACHINE = (

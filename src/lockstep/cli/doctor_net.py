@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from lockstep.config import env
 from lockstep.doctor import table
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.rundir import names
 
 if TYPE_CHECKING:
     from lockstep.doctor.finding import Finding
@@ -84,7 +85,9 @@ def _start(arguments: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder:
         verdict = Path(folder) / "verdict"
-        with subprocess.Popen([*command(arguments), "--verdict", str(verdict)]) as launcher:
+        # Its own job leaves nothing behind in the folder where it was called.
+        environ = {names.VARIABLE: str(Path(folder) / "run"), **env.snapshot()}
+        with subprocess.Popen([*command(arguments), "--verdict", str(verdict)], env=environ) as launcher:
             try:
                 code = launcher.wait()
             except KeyboardInterrupt:

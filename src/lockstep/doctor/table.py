@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from lockstep.doctor.finding import Finding, Status
 
 _MARKS: dict[Status, str] = {"ok": "ok", "warning": "WARNING", "error": "ERROR", "skipped": "--"}
+_COUNTED: dict[Status, str] = {"error": "error", "warning": "warning", "ok": "ok", "skipped": "skipped"}
 _NARROWEST = 60
 
 
@@ -34,15 +35,9 @@ def lines(findings: Sequence[Finding], width: int | None = None) -> Iterator[str
 
 def summary(findings: Sequence[Finding]) -> str:
     """How many of each, in one line."""
-    counts = {status: sum(finding.status == status for finding in findings) for status in _MARKS}
-    words = [
-        f"{counts[status]} {name}{'s' if plural and counts[status] != 1 else ''}"
-        for status, name, plural in (
-            ("error", "error", True),
-            ("warning", "warning", True),
-            ("ok", "ok", False),
-            ("skipped", "skipped", False),
-        )
-        if counts[status]
-    ]
+    words = []
+    for status, name in _COUNTED.items():
+        count = sum(finding.status == status for finding in findings)
+        if count:
+            words.append(f"{count} {name}{'s' if count > 1 and status in ('error', 'warning') else ''}")
     return ", ".join(words) or "nothing was looked at"

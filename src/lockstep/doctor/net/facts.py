@@ -40,6 +40,7 @@ def introduce(
         node=topology.node_rank,
         local_rank=topology.local_rank,
         device=str(topology.device),
+        **_device(topology),
         backend=topology.backend or "none",
         address=choice.address,
         interface=choice.interface,
@@ -52,6 +53,15 @@ def introduce(
         versions=versions(script),
         findings=list(findings),
     )
+
+
+def _device(topology: Topology) -> dict[str, Any]:
+    if topology.device.type != "cuda":
+        return {}
+    import torch
+
+    found = torch.cuda.get_device_properties(topology.device)
+    return {"device_name": found.name, "device_memory": found.total_memory}
 
 
 def _machine() -> str:

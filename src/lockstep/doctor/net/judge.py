@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations
 
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net.results import Contact, Link, Member, Report
@@ -39,6 +38,7 @@ def findings(report: Report) -> list[Finding]:
         *_lines(report),
         *_clocks(report),
         *versions(report.members),
+        *_devices(report.members),
         *_collectives(report),
     ]
 
@@ -287,10 +287,30 @@ def versions(members: Sequence[Member]) -> Iterator[Finding]:
             what="; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in having.items()),
             why=_WHY.get(name, "it must be the same on every machine"),
             fix="install the same on every machine" if name != "script" else "copy the same script to every machine",
-            data={value: hosts for value, hosts in having.items()},
+            data=dict(having),
         )
     if same and len(firsts) > 1:
         yield Finding(check="versions", status="ok", what=f"the same on {len(firsts)} machines: {', '.join(same)}")
+
+
+def _devices(members: Sequence[Member]) -> Iterator[Finding]:
+    """GPUs of the job that are not alike, over all machines."""
+    having: dict[tuple[str, int], list[Member]] = defaultdict(list)
+    for member in members:
+        if member.device_name:
+            having[member.device_name, round(member.device_memory / 2**30)].append(member)
+    if len(having) < 2:
+        return
+    listed = "; ".join(f"{name}, {size} GiB: {_ranks(each.rank for each in of)}" for (name, size), of in having.items())
+    _, smallest = min(having, key=lambda kind: kind[1])
+    yield Finding(
+        check="devices",
+        status="warning",
+        what=f"the ranks have devices that are not alike: {listed}",
+        why=f"all go at the pace of the slowest, and the batch has to fit the smallest ({smallest} GiB)",
+        fix="train on those that are alike, or give the smaller ones smaller batches",
+        data={f"{name}, {size} GiB": [each.rank for each in of] for (name, size), of in having.items()},
+    )
 
 
 def _collectives(report: Report) -> Iterator[Finding]:
@@ -355,8 +375,3 @@ def percent(value: float | None, of: float | None) -> str:
         return "-"
     share = 100 * value / of
     return f"{share:.0f}%" if share >= 1 else f"{share:.1g}%"
-
-
-def all_pairs(report: Report) -> list[tuple[int, int]]:
-    """Every two ranks that were there."""
-    return list(combinations([member.rank for member in report.members], 2))

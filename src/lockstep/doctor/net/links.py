@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from lockstep.doctor import interfaces
 from lockstep.doctor.net import wire
@@ -17,7 +18,7 @@ from lockstep.launch.machine import route_to
 CONNECT = 3.0
 """Seconds for one connection. All are tried at once, so this names every pair that cannot talk."""
 _AT_ONCE = 64
-_SILENCE = 5.0
+SILENCE = 5.0
 """Seconds without a byte after which a line that is being measured counts as broken."""
 
 
@@ -89,14 +90,12 @@ def dialler(pair: Pair, contacts: Sequence[Contact]) -> int | None:
     return a if (a, b) in reached else b if (b, a) in reached else None
 
 
-def measure(
-    line: socket.socket, *, own: int, peer: int, pings: int, target: float, said: Callable[[str], None]
-) -> Link:
+def measure(line: socket.socket, *, own: int, peer: int, pings: int, target: float) -> Link:
     """What a line gives; ``target`` is how long each direction is to be used, and 0 leaves that out."""
     a, b = sorted((own, peer))
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     try:
-        line.settimeout(_SILENCE)
+        line.settimeout(SILENCE)
         wire.ping(line)  # the first one wakes the other side up
         trips = [wire.ping(line) for _ in range(pings)]
         shortest = min(trips)
@@ -104,11 +103,10 @@ def measure(
         found["offset"] = shortest[1] if own == a else -shortest[1]
         found["uncertain"] = shortest[0] / 2
         if target > 0:
-            said(f"rank {a} and rank {b}")
             away, here = (wire.rate(line, take=take, target=target) for take in (False, True))
             found["forth"], found["back"] = (away, here) if own == a else (here, away)
     except (OSError, EOFError) as error:
-        why = f"nothing came for {_SILENCE:g} s" if isinstance(error, TimeoutError) else str(error)
+        why = f"nothing came for {SILENCE:g} s" if isinstance(error, TimeoutError) else str(error)
         return Link(a=a, b=b, error=f"the line broke while it was measured: {why}", **found)
     finally:
         wire.hang_up(line)

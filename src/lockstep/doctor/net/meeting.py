@@ -20,6 +20,8 @@ from lockstep.topology.topology import Topology
 
 SLICE = 1.0
 """Seconds after which a wait says whom it waits for."""
+_SHORTEST, _LONGEST = 0.001, 0.05
+"""Seconds between two looks."""
 
 
 class Meeting:
@@ -31,6 +33,8 @@ class Meeting:
         self.world_size = world_size
         self._lost: set[int] = set()
         """Ranks that were once waited for in vain: nobody waits for them again."""
+        self.closed = False
+        """Whether the store is gone, and with it whoever hosts it."""
 
     @classmethod
     def join(cls, topology: Topology, patience: float, said: Callable[[str], None] = lambda text: None) -> Meeting:
@@ -78,26 +82,27 @@ class Meeting:
         """What each rank has told under a topic, those that do not within ``patience`` seconds left out."""
         asked = [rank for rank in (range(self.world_size) if of is None else of) if rank not in self._lost]
         waiting = set(asked)
-        deadline = time.monotonic() + patience
-        while waiting:
-            left = deadline - time.monotonic()
-            try:
-                keys = [f"{topic}/{rank}" for rank in sorted(waiting)]
-                self.store.wait(keys, timedelta(seconds=max(0.01, min(SLICE, left))))
-                waiting = set()
-            except (dist.DistStoreError, dist.DistNetworkError):
-                waiting = {rank for rank in waiting if not self._has_told(topic, rank)}
-                if left <= 0:
-                    break
-                if waiting:
-                    said(f"waiting for {_ranks(waiting)}")
+        started = time.monotonic()
+        next_word = started + SLICE
+        pause = _SHORTEST
+        # Asked again and again, not waited for: torch warns of every wait of its store that is given up.
+        while waiting := {rank for rank in waiting if not self._has_told(topic, rank)}:
+            now = time.monotonic()
+            if now - started >= patience or self.closed:
+                break
+            if now >= next_word:
+                said(f"waiting for {_ranks(waiting)}")
+                next_word = now + SLICE
+            time.sleep(pause)
+            pause = min(_LONGEST, pause * 1.5)
         self._lost |= waiting
         return {rank: json.loads(self.store.get(f"{topic}/{rank}")) for rank in asked if rank not in waiting}
 
     def _has_told(self, topic: str, rank: int) -> bool:
         try:
             return bool(self.store.check([f"{topic}/{rank}"]))
-        except (dist.DistStoreError, dist.DistNetworkError):
+        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
+            self.closed = True
             return False
 
     def meet(self, name: str, patience: float) -> bool:

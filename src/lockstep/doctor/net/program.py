@@ -175,7 +175,7 @@ class _Run:
         target = min(self.options.target, self.options.budget / 2 / max(1, len(order)) / 4)
         found = []
         for number, together in enumerate(order):
-            self.meeting.meet(f"round/{number}", 4 * links._SILENCE)
+            self.meeting.meet(f"round/{number}", 4 * links.SILENCE)
             for pair in together:
                 if links.dialler(pair, contacts) != self.meeting.rank:
                     continue
@@ -187,7 +187,6 @@ class _Run:
                         peer=peer,
                         pings=self.options.pings,
                         target=target,
-                        said=_silent,
                     )
                 )
             self.said(f"pairs: round {number + 1} of {len(order)}")
@@ -201,11 +200,11 @@ class _Run:
         ranks = sorted(members)
         broken = {(ranks.index(a), ranks.index(b)) for a, b in judge.broken_pairs(contacts) if {a, b} <= set(ranks)}
         group = [ranks[number] for number in schedule.together(len(ranks), broken)]
-        self.meeting.meet("before collectives", 4 * links._SILENCE)
+        self.meeting.meet("before collectives", 4 * links.SILENCE)
         copy = None
         if self.topology.local_rank == 0 and self.options.rates:
             copy = collective.copy_rate()
-        self.meeting.meet("copied", 4 * links._SILENCE)
+        self.meeting.meet("copied", 4 * links.SILENCE)
         outcome = Outcome(rank=self.meeting.rank, copy=copy)
         if not self.options.rates or self.meeting.rank not in group or len(group) < 2:
             return outcome, group, []
@@ -295,12 +294,22 @@ def merged(told: Sequence[Link]) -> list[Link]:
 
 
 def judged(report: Report) -> list[Finding]:
-    """The findings of the machines, then those of the network."""
-    own = [
-        replace(Finding.of(plain), check=f"{member.host}: {plain['check']}")
-        for member in report.members
-        for plain in member.findings
-    ]
+    """The findings of the machines, those that are the same on several told once, then those of the network."""
+    hosts: dict[str, list[str]] = {}
+    firsts: dict[str, Finding] = {}
+    for member in report.members:
+        for plain in member.findings:
+            finding = Finding.of(plain)
+            key = repr((finding.check, finding.status, finding.what, finding.fix))
+            hosts.setdefault(key, []).append(member.host)
+            firsts.setdefault(key, finding)
+    order = {check: number for number, check in enumerate(dict.fromkeys(each.check for each in firsts.values()))}
+    machines = len({member.host for member in report.members})
+    own = []
+    for key in sorted(firsts, key=lambda key: order[firsts[key].check]):
+        where = f"all {machines} machines" if len(hosts[key]) == machines > 1 else ", ".join(hosts[key])
+        finding = firsts[key]
+        own.append(replace(finding, what=f"{where}: {finding.what}", data={**finding.data, "hosts": hosts[key]}))
     return [*own, *judge.findings(report)]
 
 

@@ -14,7 +14,7 @@ class Plain:
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)  # type: ignore[call-overload,no-any-return]
+        return asdict(self)  # type: ignore[call-overload]
 
     @classmethod
     def of(cls: type[T], plain: Mapping[str, Any]) -> T:
@@ -39,6 +39,10 @@ class Member(Plain):
     """Its number there."""
     device: str = "cpu"
     """Where it computes."""
+    device_name: str = ""
+    """What that is called; empty for a CPU."""
+    device_memory: int = 0
+    """Its memory, in bytes."""
     backend: str = "gloo"
     """What it talks over."""
     address: str | None = None

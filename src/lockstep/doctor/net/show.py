@@ -25,7 +25,7 @@ def plain(report: Report, findings: Sequence[Finding]) -> dict[str, Any]:
         "contacts": [contact.plain() for contact in report.contacts],
         "links": [{**link.plain(), **_shares(report, link)} for link in report.links],
         "all_reduce": {"ranks": list(report.group), "points": [point.plain() for point in report.points]},
-        "memory_copy": {host: copy for host, copy in _copies(report).items()},
+        "memory_copy": _copies(report),
     }
 
 
