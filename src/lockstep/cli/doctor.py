@@ -11,6 +11,7 @@ RAW = True
 
 PARTS: dict[str, tuple[str, str]] = {
     "net": ("lockstep.cli.doctor_net", "how well the ranks of a job talk to each other, pair by pair"),
+    "mpi": ("lockstep.cli.doctor_mpi", "whether mpirun can start a job on the machines of a host file"),
     "nccl": (
         "lockstep.cli.doctor_nccl",
         "what NCCL's logs say, in words: what it chose, what failed first, what to do",

@@ -19,18 +19,23 @@ def lines(findings: Sequence[Finding], width: int | None = None) -> Iterator[str
     names = max((len(finding.check) for finding in findings), default=0)
     for finding in findings:
         start = f"{_MARKS[finding.status]:<8} {finding.check:<{names}}  "
-        yield from textwrap.wrap(finding.what, width, initial_indent=start, subsequent_indent=" " * len(start)) or [
-            start.rstrip()
-        ]
+        yield from _wrapped(finding.what, width, start) or [start.rstrip()]
         for label, text in (("why", finding.why), ("fix", finding.fix)):
             if text and finding.status in ("warning", "error"):
                 lead = " " * len(start) + f"{label}: "
                 # Never broken inside a command: it is to be copied.
-                yield from (
-                    [lead + text]
-                    if label == "fix"
-                    else textwrap.wrap(text, width, initial_indent=lead, subsequent_indent=" " * len(lead))
-                )
+                yield from [lead + text] if label == "fix" else _wrapped(text, width, lead)
+
+
+def _wrapped(text: str, width: int, start: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def summary(findings: Sequence[Finding]) -> str:

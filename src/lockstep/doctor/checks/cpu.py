@@ -56,8 +56,8 @@ def threads(situation: Situation) -> Finding:
             return Finding(check="threads", status="ok", what=what, data=data)
         each = usable
     together = each * situation.processes
-    said = f"{situation.processes} process{'es' if situation.processes > 1 else ''} of {each} thread{'s' if each > 1 else ''} "
-    said += f"on {usable} cores"
+    ranks = f"{situation.processes} process{'es' if situation.processes > 1 else ''}"
+    said = f"{ranks} of {each} thread{'s' if each > 1 else ''} on {usable} cores"
     if together <= max(usable, situation.processes):
         return Finding(check="threads", status="ok", what=said, data=data)
     return Finding(

@@ -60,7 +60,7 @@ def versions(situation: Situation) -> Finding:
             why="the job would train on the CPU"
             if build
             else "this torch was built for the CPU only, so the job would train there",
-            fix="install the torch that fits the driver (https://pytorch.org/get-started); `nvidia-smi` shows the newest "
+            fix="install the torch that fits the driver (https://pytorch.org/get-started); nvidia-smi shows the newest "
             "CUDA it can do",
             data=data,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from contextlib import closing, suppress
+from typing import Any
 
 from lockstep.doctor import interfaces
 from lockstep.doctor.finding import Finding
@@ -17,7 +18,7 @@ _CONNECT = 3.0
 def main_port(situation: Situation) -> Finding:
     """On the main machine the port has to be free; from the others it has to be reachable."""
     port, address = situation.main_port, situation.main_address
-    data = {"address": address, "port": port}
+    data: dict[str, Any] = {"address": address, "port": port}
     if situation.launched and port:
         return _reachable(address or "127.0.0.1", port, data)
     if address is not None and not _is_here(address):
@@ -35,7 +36,7 @@ def main_port(situation: Situation) -> Finding:
     )
 
 
-def _reachable(address: str, port: int, data: dict[str, object], may_be_early: bool = False) -> Finding:
+def _reachable(address: str, port: int, data: dict[str, Any], may_be_early: bool = False) -> Finding:
     try:
         with closing(socket.create_connection((address, port), timeout=_CONNECT)):
             pass
@@ -71,7 +72,8 @@ def _user(port: int) -> str:
 
     with suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            listens = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
+            if listens and connection.pid:
                 return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
     return ""
 
@@ -85,7 +87,7 @@ def firewall(situation: Situation) -> Finding:
     if out is None:
         return Finding(check="firewall", status="skipped", what="no interface leads out of this machine")
     address = next((number for number in out.addresses if ":" not in number), out.addresses[0])
-    data: dict[str, object] = {"interface": out.name, "address": address}
+    data: dict[str, Any] = {"interface": out.name, "address": address}
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     reason = ""
     with closing(socket.create_server((address, 0), family=family)) as server:
