@@ -38,4 +38,8 @@ def run(argv: Sequence[str]) -> int:
     )
     module = importlib.import_module(module_name)
     module.add_arguments(parser)
-    return int(module.run(parser.parse_args(words[1:] if named else words)))
+    words = words[1:] if named else words
+    # A part that starts a job gets the words of that job as they are.
+    begins = getattr(module, "JOB_AFTER", None)
+    cut = words.index(begins) + 1 if begins in words else len(words)
+    return int(module.run(parser.parse_args(words[:cut], argparse.Namespace(job=words[cut:]))))
