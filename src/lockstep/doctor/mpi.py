@@ -150,7 +150,7 @@ def _steps(program: str, to: ssh.Target, own_version: str) -> Iterator[Finding]:
             status="error",
             what=f"{to.name} port {to.port} cannot be reached: {problem}",
             why="mpirun starts its processes by ssh",
-            fix=f"see that it is switched on, that sshd runs there (systemctl start ssh), and that port {to.port} is open",
+            fix=f"see that it is on, that sshd runs there (systemctl start ssh), and that port {to.port} is open",
             data={**data, "port": to.port},
         )
         return
