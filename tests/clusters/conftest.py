@@ -62,6 +62,6 @@ def job(tmp_path: Path) -> training.Training:
 
 @pytest.fixture(scope="session")
 def three_machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[machines.Machine, ...]]:
-    """Three machines, each two with a cable; 15 ms long is the one between the first two."""
-    with machines.three_machines(tmp_path_factory.mktemp("three"), delayed=0.015) as all_three:
+    """Three machines, each two with a cable; 5 ms long is the one between the first two."""
+    with machines.three_machines(tmp_path_factory.mktemp("three"), delayed=0.005) as all_three:
         yield all_three

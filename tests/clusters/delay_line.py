@@ -1,7 +1,7 @@
 """A cable with a delay, between two network namespaces: every frame that goes in comes out a while later.
 
-What ``tc netem delay`` does, for kernels that are built without it. Each end is a TAP device, into which Linux hands whole
-frames with their checksums done. Ends with its standard input.
+What ``tc netem delay`` does, for kernels that are built without it. Each end is a TAP device, into which Linux hands
+whole frames with their checksums done. Ends with its standard input.
 
     python delay_line.py PID INTERFACE PID INTERFACE SECONDS
 """
@@ -9,6 +9,7 @@ frames with their checksums done. Ends with its standard input.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -50,10 +51,8 @@ def main(argv: list[str]) -> None:
                 under_way.append((time.monotonic() + delay, across[end], frame))
         while under_way and under_way[0][0] <= time.monotonic():
             _, end, frame = under_way.popleft()
-            try:
+            with contextlib.suppress(OSError):  # down, or full: as a cable, it loses what it cannot carry
                 os.write(end, frame)
-            except OSError:
-                pass  # the device is down, or full: as a cable, it loses what it cannot carry
 
 
 if __name__ == "__main__":

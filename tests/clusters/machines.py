@@ -1,4 +1,4 @@
-"""Two "machines" on this one, or three: namespaces with an own network, host name and hosts file each, joined by a cable.
+"""Two "machines" on this one, or three: namespaces with an own network, host name and hosts file each, and cables.
 
 Nothing of it is visible outside: the cable (a veth pair) is made inside the namespaces, so the same names and addresses
 can be in use by several test runs at once, and all of it is gone with the last process in it.
@@ -155,7 +155,9 @@ def three_machines(folder: Path, delayed: float) -> Iterator[tuple[Machine, Mach
     with contextlib.ExitStack() as stack:
         made = [stack.enter_context(_machine(name, addresses, folder)) for name in addresses]
         for one, other in ((0, 1), (0, 2), (1, 2)):
-            stack.enter_context(_cable(made[one], f"eth{other}", made[other], f"eth{one}", delayed if other == 1 else 0))
+            stack.enter_context(
+                _cable(made[one], f"eth{other}", made[other], f"eth{one}", delayed if other == 1 else 0)
+            )
             for machine, peer, name in ((made[one], made[other], f"eth{other}"), (made[other], made[one], f"eth{one}")):
                 inside = ["nsenter", f"--target={machine.holder}", "--net", "ip"]
                 _must([*inside, "address", "add", f"{machine.address}/32", "dev", name])

