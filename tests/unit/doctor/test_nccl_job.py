@@ -22,13 +22,12 @@ print("the job prints", os.environ["NCCL_DEBUG"])
 sys.exit(7)
 """
 
+DUPLICATE = "node0:1000:9 [0] init.cc:497 NCCL WARN Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1"
+
 
 def test_a_job_is_started_and_its_logs_are_read(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    then = [
-        "{host}:{pid}:9 [{device}] init.cc:497 NCCL WARN Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1"
-    ]
-    (tmp_path / "said.txt").write_text(rank_log(0, 1, then=then))
+    (tmp_path / "said.txt").write_text(rank_log(0, 1, then=[DUPLICATE]))
     command = [
         sys.executable,
         "-m",

@@ -18,7 +18,7 @@ from lockstep.doctor.nccl.teller import Teller, transport
 from lockstep.errors import ConfigError
 from tests.unit.doctor.nccl_logs import rank_log
 
-CLOSED = "{host}:{pid}:9 [{device}] misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer node1<42830>"
+CLOSED = "{host}:{pid}:9 [{device}] misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer b<42>"
 TRACE = "{host}:{pid}:9 [{device}] NCCL INFO misc/socket.cc:749 -> 6"
 FULL = "{host}:{pid}:9 [{device}] misc/shmutils.cc:71 NCCL WARN Error: failed to extend /dev/shm/nccl-a to 9 bytes"
 STRANGE = "{host}:{pid}:9 [{device}] graph/new.cc:7 NCCL WARN Flux capacitor {pid} is empty"
