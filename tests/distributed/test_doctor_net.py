@@ -71,7 +71,7 @@ def test_the_guides_command_under_torchrun(tmp_path: Path) -> None:
     assert [rank["ok"] for rank in report["ranks"]] == [True, True]
     (link,) = report["links"]
     assert link["compared_with"] == "memory copy"
-    assert 0 < link["share"]
+    assert link["share"] > 0
 
 
 def test_doctor_under_a_launcher_looks_at_the_machine_and_between_ranks(tmp_path: Path) -> None:
@@ -90,6 +90,17 @@ def test_doctor_under_a_launcher_looks_at_the_machine_and_between_ranks(tmp_path
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+    (rank,) = by_hand(2, 1, "--quick", "--patience", "2")
+    out, err = rank.communicate(timeout=LIMIT)
+    report = json.loads(out)
+    assert rank.returncode == 1
+    assert report["missing"] == [1]
+    assert "rank 1 of 2 did not come" in finding(report, "ranks")["what"]
+    assert "waiting for rank 1" in err
+
+
+@pytest.mark.soak
+def test_those_that_came_are_measured(tmp_path: Path) -> None:
     ranks = by_hand(3, 2, "--quick", "--patience", "8")
     outs = [rank.communicate(timeout=LIMIT) for rank in ranks]
     report = json.loads(outs[0][0])
@@ -101,6 +112,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     assert report["all_reduce"]["ranks"] == [0, 1]
 
 
+@pytest.mark.soak
 def test_a_store_that_nobody_hosts_is_told_by_those_that_wait(tmp_path: Path) -> None:
     _, second = ranks = by_hand(2, 2, "--patience", "4")
     ranks[0].kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 import sys
@@ -41,16 +42,15 @@ def examine(
         findings.append(_syntax(hostfile, hosts, dialect))
     away = [host for host in hosts if not is_here(host.name)]
     said(f"{len(hosts)} hosts, {len(away)} of them by {client}")
+    mpirun = mpi.find_mpirun(environ)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        for host, found in zip(
-            hosts, pool.map(lambda host: _host(client, host, away, own_version), hosts), strict=True
-        ):
+        answers = pool.map(lambda host: _host(client, host, mpirun, own_version), hosts)
+        for host, found in zip(hosts, answers, strict=True):
             findings += found
             said(f"{host.name}: {'failed' if exit_code(found) else 'ok'}")
     reached = [host for host in away if not exit_code([f for f in findings if f.data.get("host") == host.name])]
     if all_pairs:
         findings += _pairs(client, hosts, reached, said)
-    mpirun = mpi.find_mpirun(environ)
     if dialect is not None and mpirun is not None:
         if len(reached) == len(away):
             said("mpirun … hostname")
@@ -72,7 +72,7 @@ def _own_mpirun(environ: Mapping[str, str]) -> tuple[Finding, Dialect | None, st
         )
         return missing, None, ""
     try:
-        version = first_line(mpi.version(mpirun))
+        version = version_line(mpi.version(mpirun))
         dialect = mpi.recognise(mpi.version(mpirun))
     except ConfigError as error:
         return Finding(check="mpirun", status="error", what=str(error)), None, ""
@@ -109,22 +109,23 @@ def is_here(name: str) -> bool:
     return name in own
 
 
-def first_line(text: str) -> str:
-    """The first line that says something."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+def version_line(text: str) -> str:
+    """The line that has the version: MPICH's first one is a heading."""
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if re.search(r"\d\.\d", line)), lines[0] if lines else "")
 
 
 # --- one machine -----------------------------------------------------------------------------------------------------
 
 
-def _host(program: str, host: Host, away: Sequence[Host], own_version: str) -> list[Finding]:
-    if host not in away:
+def _host(program: str, host: Host, mpirun: str | None, own_version: str) -> list[Finding]:
+    if is_here(host.name):
         what = "is this machine: mpirun needs no ssh for it"
         return [Finding(check=host.name, status="ok", what=what, data={"host": host.name})]
-    return list(_steps(program, ssh.target(program, host.name), own_version))
+    return list(_steps(program, ssh.target(program, host.name), mpirun, own_version))
 
 
-def _steps(program: str, to: ssh.Target, own_version: str) -> Iterator[Finding]:
+def _steps(program: str, to: ssh.Target, mpirun: str | None, own_version: str) -> Iterator[Finding]:
     """Each stands on the one before: the first that fails is the last."""
     host, data = to.host, {"host": to.host}
     try:
@@ -169,13 +170,16 @@ def _steps(program: str, to: ssh.Target, own_version: str) -> Iterator[Finding]:
     yield Finding(
         check=f"{host}: ssh", status="ok", what=f"gets in as {to.user}, it is {answer.out.strip()}", data=data
     )
-    yield from _programs(program, host, own_version)
+    yield from _programs(program, host, mpirun, own_version)
 
 
-def _programs(program: str, host: str, own_version: str) -> Iterator[Finding]:
+def _programs(program: str, host: str, mpirun: str | None, own_version: str) -> Iterator[Finding]:
     data = {"host": host}
-    answer = ssh.remote(program, host, ["mpirun", "--version"])
-    version = first_line(answer.out + answer.err)
+    # By its full path first, as mpirun looks for its other half: what modules add to PATH is not there without a login.
+    answer = ssh.Answer(code=127) if mpirun is None else ssh.remote(program, host, [mpirun, "--version"])
+    if not answer.ok:
+        answer = ssh.remote(program, host, ["mpirun", "--version"])
+    version = version_line(answer.out + answer.err)
     if not answer.ok:
         yield Finding(
             check=f"{host}: mpirun",

@@ -85,13 +85,8 @@ def test_doctor_net_refuses_what_makes_no_sense(monkeypatch: pytest.MonkeyPatch)
         doctor_net.command(parsed("--num_processes", "0"))
     with pytest.raises(SystemExit):
         parsed("--budget", "-3")
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "x",
-        "MASTER_PORT": "1",
-    }.items():
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="has started this one"):
         doctor_net.run(parsed("--num_processes", "2"))

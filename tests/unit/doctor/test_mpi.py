@@ -1,4 +1,4 @@
-"""``lockstep doctor mpi`` with hosts that are not there; programs that stand in for ssh and mpirun are real processes."""
+"""``lockstep doctor mpi`` with hosts that are not there; what stands in for ssh and mpirun are real programs."""
 
 from __future__ import annotations
 
@@ -93,8 +93,9 @@ def test_its_own_lines_are_used_as_they_are(tmp_path: Path, environ: dict[str, s
 def test_the_guides_command_in_each_dialect() -> None:
     hosts = [Host(name="a"), Host(name="b")]
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    assert mpi.sanity_command("mpirun", MPICH, "H", hosts) == "mpirun -f H -n 2 -ppn 1 hostname".split()
-    assert mpi.sanity_command("mpirun", INTEL, "H", hosts) == "mpirun -f H -n 2 -ppn 1 hostname".split()
+    for hydra in (MPICH, INTEL):
+        shown = mpi.sanity_command("mpirun", hydra, "H", hosts)
+        assert " ".join(shown) == "mpirun -f H -n 2 -ppn 1 hostname"
     shown = ["mpirun", "--hostfile", "H", "--map-by", "ppr:1:node", *root, "hostname"]
     assert mpi.sanity_command("mpirun", OPEN_MPI, "H", hosts) == shown
 
@@ -153,6 +154,27 @@ def test_commands_that_hang_are_given_up() -> None:
     assert answer.code is None
     assert answer.reason == "no answer in time"
     assert ssh.call(["no-such-program"], limit=1).code == 127
+
+
+def test_another_version_over_there(tmp_path: Path, environ: dict[str, str]) -> None:
+    answers = """
+[ "$1" = -G ] && echo "hostname 127.0.0.1" && echo "port PORT" && exit 0
+for command; do true; done
+case "$command" in
+  hostname) echo over-there;;
+  */mpirun*) echo "sh: not found" >&2; exit 127;;
+  mpirun*) echo "mpirun (Open MPI) 5.0.1";;
+  *torch*) echo "No module named torch" >&2; exit 1;;
+esac
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = program(tmp_path / "ssh", answers.replace("PORT", str(server.getsockname()[1])))
+        found = by_check(mpi.examine(hostfile(tmp_path, "node5\n"), environ, program=str(client)))
+    assert found["node5: ssh"].status == "ok"
+    assert found["node5: mpirun"].status == "error"
+    assert found["node5: mpirun"].what == f"mpirun (Open MPI) 5.0.1, and here it is {OPEN_MPI_SAYS}"
+    assert found["node5: python"].status == "warning"
+    assert found["mpirun hostname"].status == "skipped"
 
 
 def test_an_mpirun_that_prints_too_little_is_no_success(tmp_path: Path) -> None:
