@@ -100,8 +100,11 @@ def command(arguments: argparse.Namespace) -> list[str]:
     from lockstep.launch.machine import accelerators
 
     count, cpu = arguments.num_processes, arguments.cpu
-    if count is not None and count < 1:
-        raise ConfigError(f"--num_processes {count} must be at least 1.")
+    if count is not None and count < 2:
+        raise ConfigError(
+            f"--num_processes {count}: a rank needs at least one other to talk to. Ask for 2 or more; "
+            "`lockstep doctor` looks at the machine alone."
+        )
     if count is None:
         present = 0 if cpu else accelerators(env.snapshot())[0]
         # One accelerator alone has nobody to talk to: two ranks on the CPU at least show the network.

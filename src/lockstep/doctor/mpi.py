@@ -222,7 +222,9 @@ def _programs(program: str, host: str, mpirun: str | None, own_version: str) -> 
 
 def _pairs(program: str, hosts: Sequence[Host], reached: Sequence[Host], said: Say) -> Iterator[Finding]:
     """From every machine that can be reached to every other."""
-    tries = [(by.name, to.name) for by in reached for to in hosts if by.name != to.name]
+    # A loopback name means another machine on each: there is no way there from elsewhere.
+    known = [to.name for to in hosts if to.name != "localhost" and not interfaces.is_loopback(to.name)]
+    tries = [(by.name, to) for by in reached for to in known if by.name != to]
     said(f"{len(tries)} pairs")
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = list(pool.map(lambda pair: ssh.onward(program, *pair), tries))
@@ -233,14 +235,14 @@ def _pairs(program: str, hosts: Sequence[Host], reached: Sequence[Host], said: S
             status="error",
             what=f"ssh from {by} to {to} does not get in without a question: {answer.reason}",
             why="with many machines mpirun passes the start on from one to the next",
-            fix=ssh.remedy(answer, ssh.Target(host=to, name=to), by=by),
+            fix=ssh.remedy(answer, ssh.target(program, to), by=by),
             data={"from": by, "to": to},
         )
     if not failed and tries:
         what = f"{len(tries)} ways, from every machine to every other, work without a question"
         yield Finding(check="all pairs", status="ok", what=what)
     elif not tries:
-        yield Finding(check="all pairs", status="skipped", what="no other machine could be reached from here")
+        yield Finding(check="all pairs", status="skipped", what="there are no two machines to try it between")
 
 
 def sanity_command(mpirun: str, dialect: Dialect, hostfile: str, hosts: Sequence[Host]) -> list[str]:

@@ -81,8 +81,9 @@ def test_doctor_net_alone_takes_two_on_the_cpu_or_all_accelerators(monkeypatch: 
 
 
 def test_doctor_net_refuses_what_makes_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="at least 1"):
-        doctor_net.command(parsed("--num_processes", "0"))
+    for count in ("0", "1"):
+        with pytest.raises(ConfigError, match="at least one other"):
+            doctor_net.command(parsed("--num_processes", count))
     with pytest.raises(SystemExit):
         parsed("--budget", "-3")
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}

@@ -17,7 +17,7 @@ from lockstep.launch.machine import route_to
 
 CONNECT = 3.0
 """Seconds for one connection. All are tried at once, so this names every pair that cannot talk."""
-_AT_ONCE = 64
+_AT_ONCE = 256
 SILENCE = 5.0
 """Seconds without a byte after which a line that is being measured counts as broken."""
 
@@ -71,16 +71,18 @@ def _leaves_by(address: str) -> str:
 
 
 def _other_way(own: Member, peer: Member) -> str:
-    """An interface of the peer that answers, where the one it would use does not."""
-    for name, addresses in peer.others.items():
-        for address in addresses:
-            if address == peer.address:
-                continue
-            line, _ = _dial(own, peer, address)
-            if line is not None:
-                wire.hang_up(line)
-                return name
-    return ""
+    """An interface of the peer that answers, where the one it would use does not; all are tried at once."""
+    ways = [(name, each) for name, addresses in peer.others.items() for each in addresses if each != peer.address]
+    if not ways:
+        return ""
+    with ThreadPoolExecutor(len(ways), "lockstep-doctor-dial") as pool:
+        lines = [line for line, _ in pool.map(lambda way: _dial(own, peer, way[1]), ways)]
+    found = ""
+    for (name, _), line in zip(ways, lines, strict=True):
+        if line is not None:
+            wire.hang_up(line)
+            found = found or name
+    return found
 
 
 def dialler(pair: Pair, contacts: Sequence[Contact]) -> int | None:

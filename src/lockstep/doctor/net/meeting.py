@@ -82,26 +82,35 @@ class Meeting:
     ) -> dict[int, Any]:
         """What each rank has told under a topic, those that do not within ``patience`` seconds left out."""
         asked = [rank for rank in (range(self.world_size) if of is None else of) if rank not in self._lost]
-        waiting = set(asked)
+        late = self._wait(topic, asked, patience, said)
+        self._lost |= late
+        here = [rank for rank in asked if rank not in late]
+        told = self.store.multi_get([f"{topic}/{rank}" for rank in here]) if here else []
+        return {rank: json.loads(text) for rank, text in zip(here, told, strict=True)}
+
+    def _wait(self, topic: str, asked: Sequence[int], patience: float, said: Callable[[str], None]) -> set[int]:
+        """Wait until all of them have told; those that have not in time."""
         started = time.monotonic()
         next_word = started + SLICE
         pause = _SHORTEST
         # Asked again and again, not waited for: torch warns of every wait of its store that is given up.
-        while waiting := {rank for rank in waiting if not self._has_told(topic, rank)}:
+        while not self._have_told(topic, asked):
             now = time.monotonic()
-            if now - started >= patience or self.closed:
-                break
-            if now >= next_word:
-                said(f"waiting for {_ranks(waiting)}")
+            over = now - started >= patience or self.closed
+            if over or now >= next_word:
+                late = {rank for rank in asked if not self._have_told(topic, [rank])}
+                if over:
+                    return late
+                if late:
+                    said(f"waiting for {_ranks(late)}")
                 next_word = now + SLICE
             time.sleep(pause)
             pause = min(_LONGEST, pause * 1.5)
-        self._lost |= waiting
-        return {rank: json.loads(self.store.get(f"{topic}/{rank}")) for rank in asked if rank not in waiting}
+        return set()
 
-    def _has_told(self, topic: str, rank: int) -> bool:
+    def _have_told(self, topic: str, ranks: Sequence[int]) -> bool:
         try:
-            return bool(self.store.check([f"{topic}/{rank}"]))
+            return not ranks or bool(self.store.check([f"{topic}/{rank}" for rank in ranks]))
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
             self.closed = True
             return False
@@ -111,11 +120,11 @@ class Meeting:
         with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError, RuntimeError):
             self.store.check(["anything"])
 
-    def meet(self, name: str, patience: float) -> bool:
+    def meet(self, name: str, patience: float) -> None:
         """Called on: all ranks. Wait until all have come here, those left out that were already missing."""
         self.tell(name, 1)
-        expected = self.world_size - len(self._lost)
-        return len(self.hear(name, patience)) == expected
+        asked = [rank for rank in range(self.world_size) if rank not in self._lost]
+        self._lost |= self._wait(name, asked, patience, lambda text: None)
 
     @property
     def missing(self) -> list[int]:

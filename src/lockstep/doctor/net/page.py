@@ -80,10 +80,10 @@ def _map(
     *,
     high_is_bad: bool,
 ) -> Iterator[str]:
-    """A square for each pair: pale to strong on a logarithmic scale, hatched red where they cannot talk."""
+    """A square for each pair: pale to strong on a logarithmic scale, red where they cannot talk."""
     ranks = [member.rank for member in report.members]
     by_pair = {(link.a, link.b): link for link in report.links}
-    marked = judge.marks(report)
+    marked, broken = judge.marks(report), judge.broken_pairs(report.contacts)
     known = [found for link in report.links for forth in (True, False) if (found := value(link, forth))]
     low, high = (math.log(min(known)), math.log(max(known))) if known else (0.0, 0.0)
     width = _EDGE + _CELL * len(ranks)
@@ -101,7 +101,7 @@ def _map(
             pair = (min(rank, member.rank), max(rank, member.rank))
             link = by_pair.get(pair)
             found = None if link is None else value(link, member.rank < rank)
-            colour, text = "#d03030", "failed"
+            colour, text = ("#d03030", "failed") if pair in broken else ("#8882", "-")
             if link is not None:
                 share = 0.0 if found is None or high == low else (math.log(found) - low) / (high - low)
                 colour, text = _shade(share if high_is_bad else 1 - share), shown(found)

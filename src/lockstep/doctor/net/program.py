@@ -26,6 +26,8 @@ from lockstep.errors import LockstepError
 from lockstep.topology.topology import Topology, discover
 
 Say = Callable[[str], None]
+MOST_PAIRS = 2016
+"""Pairs that are all measured: those of 64 ranks. Of more ranks, one on each machine stands for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,23 +144,24 @@ class _Run:
         self.said("connecting every rank to every other")
         contacts, lines = links.reach(own, members)
         self.meeting.tell("contacts", [contact.plain() for contact in contacts])
-        # Each alternative address of a peer is one more connection to wait for.
+        named = self._raise_alarm(members, contacts, set())  # what this rank has seen need not wait for the others
         every = read_all(Contact, self.meeting.hear("contacts", 10 * links.CONNECT, said=self.said))
-        if self.alarm is not None:
-            seen = [members[rank] for rank in sorted(members)]
-            so_far = Report(
-                members=seen,
-                missing=self.meeting.missing,
-                contacts=every,
-                links=[],
-                outcomes=[],
-                group=[],
-                points=[],
-            )
-            bad = [finding for finding in judge.connections(so_far) if finding.status == "error"]
-            if bad:
-                self.alarm(bad)
+        self._raise_alarm(members, every, named)
         return every, lines
+
+    def _raise_alarm(
+        self, members: Mapping[int, Member], contacts: Sequence[Contact], named: set[frozenset[str]]
+    ) -> set[frozenset[str]]:
+        """Say at once who cannot talk, but for the machines that are named already; those that are now."""
+        if self.alarm is None:
+            return named
+        seen = [members[rank] for rank in sorted(members)]
+        so_far = Report(members=seen, contacts=contacts)
+        bad = [finding for finding in judge.connections(so_far) if finding.status == "error"]
+        new = [finding for finding in bad if frozenset(finding.data["hosts"]) not in named]
+        if new:
+            self.alarm(new)
+        return named | {frozenset(finding.data["hosts"]) for finding in new}
 
     def _measure(
         self, members: Mapping[int, Member], contacts: Sequence[Contact], lines: dict[int, socket.socket]
@@ -167,6 +170,7 @@ class _Run:
         ranks = sorted(members)
         pairs = [(ranks[a], ranks[b]) for a in range(len(ranks)) for b in range(a + 1, len(ranks))]
         hosts = {rank: members[rank].host for rank in ranks}
+        pairs = schedule.fewer(hosts, pairs, MOST_PAIRS)
         order = schedule.rounds(hosts, [pair for pair in pairs if links.dialler(pair, contacts) is not None])
         # Half of the budget for the pairs, two directions each, and growing into the target takes as long again.
         target = min(self.options.target, self.options.budget / 2 / max(1, len(order)) / 4)
@@ -194,14 +198,12 @@ class _Run:
     def _collective(
         self, members: Mapping[int, Member], contacts: Sequence[Contact]
     ) -> tuple[Outcome, list[int], list[Link]]:
-        ranks = sorted(members)
-        broken = {(ranks.index(a), ranks.index(b)) for a, b in judge.broken_pairs(contacts) if {a, b} <= set(ranks)}
-        group = [ranks[number] for number in schedule.together(len(ranks), broken)]
         self.meeting.meet("before collectives", 4 * links.SILENCE)
         copy = None
         if self.topology.local_rank == 0 and self.options.rates:
             copy = collective.copy_rate()
         self.meeting.meet("copied", 4 * links.SILENCE)
+        group = self._group(members, contacts)
         outcome = Outcome(rank=self.meeting.rank, copy=copy)
         if not self.options.rates or self.meeting.rank not in group or len(group) < 2:
             return outcome, group, []
@@ -228,6 +230,16 @@ class _Run:
         with contextlib.suppress(Exception):
             team.leave()
         return outcome, group, found
+
+    def _group(self, members: Mapping[int, Member], contacts: Sequence[Contact]) -> list[int]:
+        """Called on: all ranks. The ranks that are still there and can all talk to each other, as rank 0 sees it."""
+        if self.meeting.rank == 0:
+            ranks = [rank for rank in sorted(members) if rank not in self.meeting.missing]
+            broken = judge.broken_pairs(contacts)
+            numbers = [(ranks.index(a), ranks.index(b)) for a, b in broken if a in ranks and b in ranks]
+            self.meeting.tell("group", [ranks[number] for number in schedule.together(len(ranks), numbers)])
+        heard: dict[int, list[int]] = self.meeting.hear("group", 4 * links.SILENCE, of=[0])
+        return heard.get(0, [])
 
     def _device_pairs(self, team: Collective, group: Sequence[int]) -> list[Link]:
         size = 1 << 20 if self.options.quick else 1 << 24

@@ -152,15 +152,15 @@ class Report(Plain):
 
     members: Sequence[Member]
     """Who was there."""
-    missing: Sequence[int]
+    missing: Sequence[int] = ()
     """Who was not."""
-    contacts: Sequence[Contact]
+    contacts: Sequence[Contact] = ()
     """Each rank's try to connect to each other."""
-    links: Sequence[Link]
+    links: Sequence[Link] = ()
     """What was measured."""
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[Outcome] = ()
     """What each rank said in the end."""
-    group: Sequence[int]
+    group: Sequence[int] = ()
     """The ranks that could all talk to each other, on which the collectives ran."""
-    points: Sequence[Point]
+    points: Sequence[Point] = ()
     """The all-reduce curve."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
 Pair = tuple[int, int]
@@ -29,6 +29,14 @@ def rounds(hosts: Mapping[int, str], pairs: Iterable[Pair] | None = None) -> lis
         made.append(now)
         left = later
     return made
+
+
+def fewer(hosts: Mapping[int, str], pairs: Sequence[Pair], most: int) -> list[Pair]:
+    """All pairs, unless they are more than ``most``: then, between machines, only those of each one's first rank."""
+    if len(pairs) <= most:
+        return list(pairs)
+    first = {host: min(rank for rank in hosts if hosts[rank] == host) for host in hosts.values()}
+    return [(a, b) for a, b in pairs if hosts[a] == hosts[b] or (first[hosts[a]] == a and first[hosts[b]] == b)]
 
 
 def together(count: int, broken: Iterable[Pair]) -> list[int]:

@@ -66,6 +66,7 @@ def _copies(report: Report) -> dict[str, float]:
 
 def lines(report: Report, findings: Sequence[Finding]) -> Iterator[str]:
     """All of it, for the terminal."""
+    broken = judge.broken_pairs(report.contacts)
     if report.links and len(report.members) <= WIDEST:
         yield from _matrix(report, "Latency, one way (rows to columns)", _latency)
         if any(link.forth is not None for link in report.links):
@@ -79,6 +80,8 @@ def lines(report: Report, findings: Sequence[Finding]) -> Iterator[str]:
         yield ""
     elif report.links:
         yield f"{len(report.members)} ranks: the matrices are in --json and --html."
+        if len(report.links) < len(report.members) * (len(report.members) - 1) // 2 - len(broken):
+            yield "Between machines one rank of each was measured: with so many, it stands for the others."
         yield ""
     if report.points:
         yield from _curve(report)
@@ -141,7 +144,7 @@ def _device_rate(report: Report, link: Link, forth: bool) -> str:
 def _matrix(report: Report, title: str, cell: Cell) -> Iterator[str]:
     ranks = [member.rank for member in report.members]
     by_pair = {(link.a, link.b): link for link in report.links}
-    marked = judge.marks(report)
+    marked, broken = judge.marks(report), judge.broken_pairs(report.contacts)
 
     def text(row: int, column: int) -> str:
         if row == column:
@@ -149,7 +152,7 @@ def _matrix(report: Report, title: str, cell: Cell) -> Iterator[str]:
         pair = (min(row, column), max(row, column))
         link = by_pair.get(pair)
         if link is None:
-            return "FAILED"
+            return "FAILED" if pair in broken else "-"
         return cell(report, link, row < column) + ("*" if pair in marked else "")
 
     rows = [[text(row, column) for column in ranks] for row in ranks]

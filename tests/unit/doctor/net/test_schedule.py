@@ -39,3 +39,17 @@ def test_those_together_can_all_talk_and_none_is_left_out_in_vain(data: st.DataO
 
 def test_one_that_talks_to_nobody_is_the_one_left_out() -> None:
     assert schedule.together(4, [(0, 2), (1, 2), (2, 3)]) == [0, 1, 3]
+
+
+@given(hosts_of_ranks, st.integers(0, 100))
+def test_of_too_many_pairs_every_two_machines_keep_one(hosts: dict[int, str], most: int) -> None:
+    pairs = list(combinations(sorted(hosts), 2))
+    kept = schedule.fewer(hosts, pairs, most)
+    if len(pairs) <= most:
+        assert kept == pairs
+        return
+    assert [pair for pair in pairs if hosts[pair[0]] == hosts[pair[1]]] == [
+        (a, b) for a, b in kept if hosts[a] == hosts[b]
+    ]
+    between = [frozenset((hosts[a], hosts[b])) for a, b in kept if hosts[a] != hosts[b]]
+    assert sorted(map(sorted, between)) == sorted(map(list, combinations(sorted(set(hosts.values())), 2)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -137,3 +139,20 @@ def test_who_dials_is_the_same_everywhere() -> None:
     assert links.dialler((0, 1), [good, back]) == 0
     assert links.dialler((0, 1), [bad, back]) == 1
     assert links.dialler((0, 1), [bad]) is None
+
+
+def test_a_clock_that_is_ahead_is_seen() -> None:
+    ahead = (
+        "import sys, time; real = time.time; time.time = lambda: real() + 100\n"
+        "from lockstep.doctor.net.wire import Listener\n"
+        "here = Listener(); print(here.port, here.token, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", ahead], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        port, token = other.stdout.readline().split()
+        line = wire.dial("127.0.0.1", int(port), token, 0, 5.0)
+        link = links.measure(line, own=0, peer=1, pings=5, target=0)
+    assert link.offset is not None
+    assert abs(link.offset - 100) <= link.uncertain + 0.05
