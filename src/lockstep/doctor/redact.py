@@ -22,7 +22,7 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _SECRET = frozenset(
     (
         *("token", "key", "secret", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "auth"),
-        *("authorization", "cookie", "bearer", "signature", "jwt", "dsn"),
+        *("authorization", "cookie", "bearer", "jwt", "dsn"),
     )
 )
 """Words that make a name that of a secret. Tokens in the plural are counted, not kept."""

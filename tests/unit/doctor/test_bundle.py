@@ -209,7 +209,8 @@ from lockstep.rundir.place import make
 run = make(sys.argv[1], None)
 host, pid = os.uname().nodename, os.getpid()
 box = Box.create(run.boxes / "rank_0.box", rank=0, world_size=1, local_rank=0, node=0, host=host, pid=pid)
-box.enter("gather")
+box.leave(box.enter("gather", "float32[4]"))
+box.enter("reduce", "float32[8]")
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -233,7 +234,8 @@ def test_a_job_that_runs(tmp_path: Path) -> None:
     assert json.loads(inside["run/state.json"])["running"] is True
     (box,) = json.loads(inside["run/boxes.json"])
     assert (box["rank"], box["alive"], box["pid"]) == (0, True, child.pid)
-    assert box["op"]["name"] == "gather"
+    calls = [(op["name"], op["signature"]) for op in box["history"]]
+    assert calls == [("gather", "float32[4]"), ("reduce", "float32[8]")]
     assert inside["run/logs/rank_0.out"] == f"login with {HIDDEN}\n"
     # The same run, now that it is dead.
     assert call("--output", "b.zip", str(tmp_path / "run")) == 0

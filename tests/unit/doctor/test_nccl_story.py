@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lockstep.cli import doctor, doctor_nccl
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.nccl import knowledge, report
+from lockstep.doctor.nccl import knowledge, report, teller
+from lockstep.doctor.nccl.findings import findings
 from lockstep.doctor.nccl.read import Reading, read
 from lockstep.doctor.nccl.teller import Teller, transport
 from lockstep.errors import ConfigError
@@ -256,6 +257,31 @@ def test_a_message_behind_a_progress_bar(tmp_path: Path) -> None:
     assert first.data["evidence"].startswith("node0:7:9 [0] misc/shmutils.cc")
 
 
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PROBLEMS", "UNKNOWN", "PAIRS", "COMMUNICATORS", "FACTS", "PROCESSES"):
+        monkeypatch.setattr(teller, f"_MOST_{name}", 20)
+    taking = Teller(knowledge.load())
+    for n in range(100):
+        where = f"node{n}:{n}:{n} [0]"
+        word = "".join(chr(97 + int(digit)) for digit in str(n))
+        for line in (
+            f"{where} NCCL INFO comm 0x1 rank 0 nranks 2 cudaDev 0 commId 0x{n:x} - Init START",
+            f"{where} NCCL INFO Channel 00/0 : {n}[0] -> {n + 1}[1] via P2P/IPC",
+            f"{where} NCCL INFO NCCL_X{n} set by environment to {n}",
+            f"{where} a.cc:1 NCCL WARN strange {word} thing",
+            FULL.format(host=f"node{n}", pid=n, device=0),
+        ):
+            taking.add("a.log", n, line.encode())
+    story = taking.tell()
+    assert len(story.problems) == 20
+    assert len(story.communicators) == 20
+    assert sum(len(group.pairs) for group in story.communicators) <= 20
+    assert len(story.settings) == 20
+    assert story.processes == 20
+    assert story.dropped > 100
+    assert any("more facts and problems were read" in finding.what for finding in findings(story))
+
+
 # ---------------------------------------------------------------- whatever is in a log
 
 NOISE = st.one_of(
@@ -278,16 +304,14 @@ NOISE = st.one_of(
 @settings(max_examples=150)
 @given(st.lists(NOISE, max_size=60), st.randoms(use_true_random=False))
 def test_nothing_in_a_log_can_break_the_reading(lines: list[str], chance: random.Random) -> None:
-    teller = Teller(knowledge.load())
+    taking = Teller(knowledge.load())
     for number, line in enumerate(lines):
         raw = line.encode("utf-8", "surrogatepass")
         if chance.random() < 0.3 and raw:  # cut off, doubled, or with a hole in it
             at = chance.randrange(len(raw))
             raw = chance.choice([raw[:at], raw[at:] + raw, raw[:at] + b"\0\xff" + raw[at:]])
-        teller.add("a.log", number, raw)
-    story = teller.tell()
-    from lockstep.doctor.nccl.findings import findings
-
+        taking.add("a.log", number, raw)
+    story = taking.tell()
     reading = Reading(logs=("a.log",), story=story, findings=findings(story))
     json.dumps([finding.plain() for finding in reading.findings])
     assert list(report.lines(reading, 80))

@@ -76,7 +76,7 @@ SHAPED = [
 ]
 
 VALUES = st.text(
-    alphabet=string.ascii_letters + string.digits + "!#$%^*+/=?_.-\"'\\ ", min_size=10, max_size=40
+    alphabet=string.ascii_letters + string.digits + "éß漢!#$%^*+/=?_.-\"'\\ ", min_size=10, max_size=40
 ).filter(
     # One that is made of a word of the report, or of nothing but signs, cannot be told from the report.
     lambda text: sum(char.isalnum() for char in text) >= 8 and text.strip() == text and not text.isdigit()
