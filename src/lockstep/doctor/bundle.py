@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.blackbox import processes
 from lockstep.blackbox import read as boxes
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.doctor.redact import Redactor
@@ -73,7 +74,7 @@ def redactor_for(directory: RunDirectory | None, environ: Mapping[str, str], arg
         with suppress(OSError, ValueError, RecursionError):
             found.learn_from(json.loads(_whole(file)))
     for box in _boxes(directory):
-        found.learn(_environ(box.pid) if box.alive and box.host == os.uname().nodename else {})
+        found.learn(processes.environ_of(box.pid) if box.alive and box.host == os.uname().nodename else {})
     return found
 
 
@@ -296,12 +297,3 @@ def _file(path: Path, redactor: Redactor) -> str:
 def _json(structure: Any, redactor: Redactor) -> str:
     # Once more as text: a secret that is spread over keys and values is found only there.
     return redactor.text(json.dumps(redactor.data(structure), indent=1, default=str)) + "\n"
-
-
-def _environ(pid: int) -> dict[str, str]:
-    """The environment that a process was started with; empty when it is not ours to read."""
-    try:
-        entries = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
-    except OSError:
-        return {}
-    return dict(os.fsdecode(entry).partition("=")[::2] for entry in entries if b"=" in entry)
