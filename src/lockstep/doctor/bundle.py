@@ -87,8 +87,9 @@ def parts(
 ) -> list[Part]:
     """What goes into the zip. ``env`` and ``findings`` give a report as text and as data, when they are asked."""
     made = [
-        *_both("env", "versions, devices, settings and variables, as `lockstep env` shows them", env, redactor),
+        # First, because its checks are forks of this process: torch and its threads come with the next one.
         *_both("doctor", "what `lockstep doctor` finds on this machine", findings, redactor),
+        *_both("env", "versions, devices, settings and variables, as `lockstep env` shows them", env, redactor),
     ]
     if directory is not None:
         made += _of_run(directory, redactor)
@@ -132,12 +133,17 @@ def _made(part: Part) -> str:
 
 
 def _both(name: str, what: str, make: Callable[[], tuple[str, Any]], redactor: Redactor) -> Iterator[Part]:
-    """A report for people and for programs; it is made once."""
-    kept: list[tuple[str, Any]] = []
+    """A report for people and for programs; it is made once, also when that fails."""
+    kept: list[tuple[str, Any] | Exception] = []
 
     def once() -> tuple[str, Any]:
         if not kept:
-            kept.append(make())
+            try:
+                kept.append(make())
+            except Exception as error:
+                kept.append(error)
+        if isinstance(kept[0], Exception):
+            raise kept[0]
         return kept[0]
 
     yield Part(name=f"{name}.txt", what=what, make=lambda: redactor.text(once()[0]) + "\n")

@@ -75,7 +75,7 @@ def test_a_job_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     out = capsys.readouterr().out
     inside = opened("lockstep-bundle-20250314-120000-3fa9c1.zip")
     assert list(inside) == [
-        *("env.txt", "env.json", "doctor.txt", "doctor.json", "run/state.json", "run/config.json", "run/env.json"),
+        *("doctor.txt", "doctor.json", "env.txt", "env.json", "run/state.json", "run/config.json", "run/env.json"),
         *("run/diagnosis.txt", "run/diagnosis.json", "run/words.json", "run/boxes.json"),
         *("run/logs/attempt_1/rank_0.out", "run/logs/rank_0.err", "run/logs/rank_0.out", "run/stacks/rank_0.txt"),
         "contents.json",
@@ -119,7 +119,7 @@ def test_no_run_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     told = json.loads(capsys.readouterr().out)
     assert told["run"] is None
     assert "There is no run in" in told["note"]
-    assert list(opened(told["bundle"])) == ["env.txt", "env.json", "doctor.txt", "doctor.json", "contents.json"]
+    assert list(opened(told["bundle"])) == ["doctor.txt", "doctor.json", "env.txt", "env.json", "contents.json"]
     with pytest.raises(ConfigError, match="No run is called 'nowhere'"):
         call("nowhere")
 
@@ -157,12 +157,17 @@ def test_what_cannot_be_read_does_not_take_the_rest_along(tmp_path: Path) -> Non
 
 
 def test_a_part_that_breaks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
     def broken() -> tuple[str, object]:
+        tried.append(1)
         raise RuntimeError("no driver")
 
     monkeypatch.setattr(command, "_findings", broken)
     assert call("--output", "a.zip") == 0
-    assert opened("a.zip")["doctor.txt"] == "(this part could not be made: RuntimeError: no driver)\n"
+    inside = opened("a.zip")
+    assert inside["doctor.txt"] == inside["doctor.json"] == "(this part could not be made: RuntimeError: no driver)\n"
+    assert tried == [1]
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
@@ -319,3 +324,26 @@ def test_the_command_is_one_of_lockstep(capsys: pytest.CaptureFixture[str]) -> N
     assert "bundle" in cli.COMMANDS
     assert cli.main(["bundle", "--list", "nowhere"]) == 2
     assert "No run is called 'nowhere'" in capsys.readouterr().err
+
+
+def test_the_doctors_checks_are_forked_before_torch_is_there(tmp_path: Path) -> None:
+    """A real bundle of this machine; what comes first must not have torch and its threads in the process."""
+    code = """
+import sys
+from lockstep.cli import bundle, env
+from lockstep.doctor import run
+
+run_checks, collect, seen = run.run_checks, env.collect, []
+run.run_checks = lambda situation: (seen.append("torch" in sys.modules), run_checks(situation, run.CHECKS[:2]))[1]
+env.collect = lambda: (seen.append(len(seen)), {"versions": {"lockstep": env.Fact(value="1")}})[1]
+sys.argv = ["lockstep", "bundle", "--output", "a.zip"]
+from lockstep.cli import main
+
+assert main() == 0
+assert seen == [False, 1], seen
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "kernel" in opened(tmp_path / "a.zip")["doctor.txt"]
