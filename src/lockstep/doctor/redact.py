@@ -88,8 +88,8 @@ class Redactor:
             if names_a_secret(name):
                 self._remember(value)
             self._learn_text(value)
-        for place in _argument_secrets(argv):
-            self._remember(argv[place].partition("=")[2] if argv[place].startswith("-") else argv[place])
+        for place, start in _argument_secrets(argv).items():
+            self._remember(argv[place][start:])
         for word in argv:
             self._learn_text(word)
         return self
@@ -156,12 +156,7 @@ class Redactor:
         hidden = _argument_secrets(words)
         shown = []
         for number, word in enumerate(words):
-            if number not in hidden:
-                shown.append(self.text(word))
-            elif word.startswith("-") and "=" in word:
-                shown.append(f"{word.partition('=')[0]}={HIDDEN}")
-            else:
-                shown.append(HIDDEN)
+            shown.append(word[: hidden[number]] + HIDDEN if number in hidden else self.text(word))
         return shown
 
     def environ(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -213,16 +208,19 @@ def _texts(value: Any) -> Iterable[str]:
             yield from _texts(item)
 
 
-def _argument_secrets(words: Sequence[str]) -> set[int]:
-    """The places in a command line that hold a secret: after an option that names one, or together with it."""
-    found = set()
+def _argument_secrets(words: Sequence[str]) -> dict[int, int]:
+    """The words of a command line that hold a secret, and where in the word it begins.
+
+    It stands after an option that names one, or together with it.
+    """
+    found = {}
     for number, word in enumerate(words):
         flag, equals, _ = word.partition("=")
         if word.startswith("-") and names_a_secret(flag):
             if equals:
-                found.add(number)
+                found[number] = len(flag) + 1
             elif number + 1 < len(words):
-                found.add(number + 1)
+                found[number + 1] = 0
     return found
 
 

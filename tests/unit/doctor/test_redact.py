@@ -217,3 +217,11 @@ def test_numbers_under_a_telling_key_stay() -> None:
 def test_no_text_takes_for_ever(piece: str) -> None:
     """A pattern that tries every beginning against every end would need hours here."""
     Redactor().learn({"MY_TOKEN": "abcdefgh"}).text(piece * (300_000 // len(piece)))
+
+
+@pytest.mark.parametrize("secret", ["-000000000", "-a=bcdefgh", "--lr=abcdef"])
+def test_a_secret_may_look_like_an_option(secret: str) -> None:
+    words = ["train.py", "--api-key", secret, "--lr", "1"]
+    redactor = Redactor().learn(argv=words)
+    assert redactor.argv(words) == ["train.py", "--api-key", HIDDEN, "--lr", "1"]
+    assert secret not in redactor.text(f"refused {secret}")
