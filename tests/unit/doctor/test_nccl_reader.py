@@ -38,7 +38,7 @@ def test_a_long_line_comes_in_pieces_of_one_number(tmp_path: Path) -> None:
     assert b"".join(text for number, text in found if number == 2) == long
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.binary(max_size=60), max_size=30), st.integers(1, 40), st.integers(1, 90))
 def test_the_same_lines_as_split_gives(lines: list[bytes], limit: int, block: int) -> None:
     clean = [bytes(byte for byte in line if 32 <= byte < 127) for line in lines]

@@ -301,7 +301,7 @@ NOISE = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(NOISE, max_size=60), st.randoms(use_true_random=False))
 def test_nothing_in_a_log_can_break_the_reading(lines: list[str], chance: random.Random) -> None:
     taking = Teller(knowledge.load())

@@ -154,7 +154,7 @@ def test_private_keys_whole_and_cut(ending: str) -> None:
         assert "after" in Redactor().text(f"{body}\n{ending}\nafter")
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(VALUES, st.sampled_from(SECRET_NAMES), st.data())
 def test_a_secret_that_is_named_once_is_hidden_everywhere(secret: str, name: str, data: st.DataObject) -> None:
     how = data.draw(st.sampled_from(["environ", "option", "option=", "key", "url"]))
@@ -183,7 +183,7 @@ def test_a_secret_that_is_named_once_is_hidden_everywhere(secret: str, name: str
         assert quote(secret, safe="") not in redactor.text(text)
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(VALUES, st.sampled_from(SECRET_NAMES))
 def test_data_and_command_lines(secret: str, name: str) -> None:
     redactor = Redactor()
