@@ -202,3 +202,42 @@ def test_under_srun(slurm: Slurm, tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     assert [rank["host"] for rank in report["ranks"]] == ["node0", "node1"]
     assert report["all_reduce"]["points"][0]["seconds"] > 0
+
+
+@pytest.mark.soak
+def test_under_lockstep_launch_on_two_machines(two_machines: tuple[Machine, Machine], tmp_path: Path) -> None:
+    """Machines that take their own names for 127.0.1.1, two ranks on each, all sizes; then the machines themselves."""
+    script = tmp_path / "train.py"
+    script.write_text("pass\n")
+    for port, program in ((29711, ["net", "--budget", "40"]), (29712, ["--script", str(script)])):
+        with two_machines[0].named_loopback(), two_machines[1].named_loopback():
+            ranks = []
+            for number, machine in enumerate(two_machines):
+                argv = [
+                    sys.executable,
+                    "-m",
+                    "lockstep",
+                    "launch",
+                    "--cpu",
+                    "--num_machines",
+                    "2",
+                    "--num_processes",
+                    "4",
+                ]
+                argv += ["--machine_rank", str(number), "--main_process_ip", two_machines[0].address]
+                argv += ["--main_process_port", str(port), "-m", "lockstep", "doctor", *program, "--json"]
+                ranks.append(machine.popen(argv, env={"LOCKSTEP_RUN_DIR": str(machine.scratch / str(port))}))
+            outs = [rank.communicate(timeout=LIMIT) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], outs
+        report = json.loads(outs[0][0])
+        assert [rank["host"] for rank in report["ranks"]] == ["node0", "node0", "node1", "node1"]
+        assert {rank["interface"] for rank in report["ranks"]} == {"eth0"}
+        assert len(report["links"]) == 6
+        states = {finding["check"]: finding["status"] for finding in report["findings"]}
+        assert states["versions"] == states["clocks"] == "ok"
+        if program[0] == "net":
+            sizes = [point["size"] for point in report["all_reduce"]["points"]]
+            assert (sizes[0], sizes[-1]) == (1 << 10, 1 << 28)
+        else:
+            assert states["host name"] == "ok"  # the launcher has chosen the interface
+            assert states["main port"] == "ok"
