@@ -135,3 +135,18 @@ def test_a_rank_that_dies_while_it_is_measured(tmp_path: Path) -> None:
     report = json.loads(outs[0][0])
     assert ranks[0].returncode == 1
     assert [rank["ok"] for rank in report["ranks"]][2] is False
+
+
+@pytest.mark.soak
+def test_when_rank_0_dies_the_others_say_so(tmp_path: Path) -> None:
+    ranks = by_hand(2, 2)
+    assert ranks[0].stderr is not None
+    for line in ranks[0].stderr:
+        if "connecting" in line:
+            time.sleep(0.3)
+            ranks[0].kill()
+            break
+    _, err = ranks[1].communicate(timeout=LIMIT)
+    ranks[0].communicate()
+    assert ranks[1].returncode == 1
+    assert "The job's store has gone away" in err

@@ -56,8 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure; 1 when something is in error."""
     from lockstep.topology import environments
 
-    place = environments.find(env.snapshot())
+    environ = env.snapshot()
+    place = environments.find(environ)
     if place.launcher == "none":
+        if "LOCKSTEP_LAUNCH" in environ:
+            raise ConfigError(
+                "`lockstep launch` has started one process, which has nobody to talk to. Ask it for more with "
+                "--num_processes, or call `lockstep doctor net` by itself."
+            )
         return _start(arguments)
     if arguments.num_processes is not None:
         raise ConfigError(

@@ -80,12 +80,16 @@ def test_doctor_net_alone_takes_two_on_the_cpu_or_all_accelerators(monkeypatch: 
         assert command[at + 1 : at + 3] == expected
 
 
-def test_doctor_net_refuses_what_makes_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_net_refuses_what_makes_no_sense(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for count in ("0", "1"):
         with pytest.raises(ConfigError, match="at least one other"):
             doctor_net.command(parsed("--num_processes", count))
     with pytest.raises(SystemExit):
         parsed("--budget", "-3")
+    with monkeypatch.context() as launched:
+        launched.setenv("LOCKSTEP_LAUNCH", "1")
+        with pytest.raises(ConfigError, match="has started one process"):
+            doctor_net.run(parsed())
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

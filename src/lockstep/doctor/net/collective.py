@@ -49,6 +49,8 @@ class Collective:
     def join(self) -> None:
         """Called on: the ranks of the group. Make the process group, as training would."""
         try:
+            if self.device.type != "cpu":
+                torch.accelerator.set_device_index(self.device.index or 0)
             dist.init_process_group(
                 self.backend,
                 store=PrefixStore("group", self.meeting.store),

@@ -5,7 +5,6 @@ No wait here is without a limit, and each says who was missing: a rank that does
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +69,10 @@ class Meeting:
 
     def tell(self, topic: str, value: Any) -> None:
         """Tell the others something, under a topic that is used once."""
-        self.store.set(f"{topic}/{self.rank}", json.dumps(value))
+        try:
+            self.store.set(f"{topic}/{self.rank}", json.dumps(value))
+        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
+            self.closed = True
 
     def hear(
         self,
@@ -85,7 +87,11 @@ class Meeting:
         late = self._wait(topic, asked, patience, said)
         self._lost |= late
         here = [rank for rank in asked if rank not in late]
-        told = self.store.multi_get([f"{topic}/{rank}" for rank in here]) if here else []
+        try:
+            told = self.store.multi_get([f"{topic}/{rank}" for rank in here]) if here else []
+        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
+            self.closed = True
+            return {}
         return {rank: json.loads(text) for rank, text in zip(here, told, strict=True)}
 
     def _wait(self, topic: str, asked: Sequence[int], patience: float, said: Callable[[str], None]) -> set[int]:
@@ -117,8 +123,13 @@ class Meeting:
 
     def deliver(self) -> None:
         """See to it that what this rank told last has arrived: a store is told without an answer."""
-        with contextlib.suppress(dist.DistStoreError, dist.DistNetworkError, RuntimeError):
-            self.store.check(["anything"])
+        if not self.closed:
+            self._have_told("anything", [self.rank])
+        if self.closed:
+            raise TopologyError(
+                "The job's store has gone away while this rank was examined: rank 0, or the launcher that hosts it, "
+                "has ended. Look at the output of rank 0."
+            )
 
     def meet(self, name: str, patience: float) -> None:
         """Called on: all ranks. Wait until all have come here, those left out that were already missing."""

@@ -17,13 +17,17 @@ WIDEST = 16
 
 def plain(report: Report, findings: Sequence[Finding]) -> dict[str, Any]:
     """All of it, for JSON."""
+    marked = judge.marks(report)
     return {
         "ok": not any(finding.status == "error" for finding in findings),
         "findings": [finding.plain() for finding in findings],
         "ranks": [{**_public(member), "ok": _well(report, member)} for member in report.members],
         "missing": list(report.missing),
         "contacts": [contact.plain() for contact in report.contacts],
-        "links": [{**link.plain(), **_shares(report, link)} for link in report.links],
+        "links": [
+            {**link.plain(), **_shares(report, link), "marks": marked.get((link.a, link.b), [])}
+            for link in report.links
+        ],
         "all_reduce": {"ranks": list(report.group), "points": [point.plain() for point in report.points]},
         "memory_copy": _copies(report),
     }
@@ -39,12 +43,7 @@ def _shares(report: Report, link: Link) -> dict[str, Any]:
     nominal, of = reference(report, link)
     rates = [value for value in (link.forth, link.back) if value is not None]
     share = min(rates) / nominal if rates and nominal else None
-    return {
-        "should_give": nominal,
-        "compared_with": of,
-        "share": share,
-        "marks": judge.marks(report).get((link.a, link.b), []),
-    }
+    return {"should_give": nominal, "compared_with": of, "share": share}
 
 
 def reference(report: Report, link: Link) -> tuple[float | None, str]:
