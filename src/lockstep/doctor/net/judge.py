@@ -210,7 +210,8 @@ def _lines(report: Report) -> Iterator[Finding]:
         grouped[by_rank[pair[0]].host, by_rank[pair[1]].host].append(pair)
     for (one, other), pairs in grouped.items():
         a, b = (by_rank[rank] for rank in pairs[0])
-        more = f"; {len(pairs) - 1} more between the same machines" if len(pairs) > 1 else ""
+        more = "".join(f"; ranks {one_more[0]} and {one_more[1]}: {found[one_more][0]}" for one_more in pairs[1:3])
+        more += f"; {len(pairs) - 3} more between the same machines" if len(pairs) > 3 else ""
         yield Finding(
             check="slow line",
             status="warning",
@@ -219,7 +220,11 @@ def _lines(report: Report) -> Iterator[Finding]:
             fix=f"look at cable, switch port, duplex and other traffic between {one} and {other}"
             if one != other
             else f"see what else runs on {one}",
-            data={"pairs": [list(pair) for pair in pairs], "hosts": [one, other], "marks": found[pairs[0]]},
+            data={
+                "pairs": [list(pair) for pair in pairs],
+                "hosts": [one, other],
+                "marks": [found[pair] for pair in pairs],
+            },
         )
     if report.links and not found:
         yield Finding(check="lines", status="ok", what=_spans(report))

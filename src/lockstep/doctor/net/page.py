@@ -20,10 +20,9 @@ table { border-collapse: collapse } td, th { padding: .25rem .6rem; text-align: 
 code { background: #f1f1f1; padding: 0 .25rem } svg { max-width: 100%; height: auto } .why { color: #555 }
 @media (prefers-color-scheme: dark) {
   body { background: #16181b; color: #e6e6e6 } code { background: #2a2d31 } .why { color: #aaa }
-  .error { color: #ff8080 } .warning { color: #f0b050 } .ok { color: #7fd07f } svg text { fill: #e6e6e6 }
-  svg .cell { fill: #111 } }
+  .error { color: #ff8080 } .warning { color: #f0b050 } .ok { color: #7fd07f } svg text { fill: #e6e6e6 } }
 """
-_CELL = 54
+_CELL = 64
 _EDGE = 120
 
 
@@ -106,14 +105,20 @@ def _map(
                 share = 0.0 if found is None or high == low else (math.log(found) - low) / (high - low)
                 colour, text = _shade(share if high_is_bad else 1 - share), shown(found)
             tip = f"{member.rank} to {rank}: {text}" + "".join(f"; {mark}" for mark in marked.get(pair, []))
-            edge = " stroke='#d03030' stroke-width=3" if pair in marked else " stroke='#8884'"
-            yield (
-                f"<g><title>{_text(tip)}</title><rect x={_EDGE + _CELL * column + 1} y={top + 1} width={_CELL - 2} "
-                f"height={_CELL - 2} rx=4 fill='{colour}'{edge} />"
-                f"<text class=cell x={_EDGE + _CELL * column + _CELL / 2} y={top + _CELL / 2 + 4} text-anchor=middle "
-                f"font-size=10>{_text(text)}</text></g>"
-            )
+            kind = "out" if pair in broken else "bad" if pair in marked else "cell"
+            yield _square(_EDGE + _CELL * column, top, colour, text, tip, kind)
     yield "</svg>"
+
+
+def _square(left: int, top: int, colour: str, text: str, tip: str, kind: str) -> str:
+    edge = "'#d03030' stroke-width=3" if kind == "bad" else "'#8884'"
+    ink = "#fff" if kind == "out" else "#111"
+    middle = f"x={left + _CELL / 2} y={top + _CELL / 2 + 4}"
+    return (
+        f"<g><title>{_text(tip)}</title><rect x={left + 1} y={top + 1} width={_CELL - 2} height={_CELL - 2} rx=4 "
+        f"fill='{colour}' stroke={edge} />"
+        f"<text {middle} text-anchor=middle font-size=10 style='fill:{ink}'>{_text(text)}</text></g>"
+    )
 
 
 def _shade(share: float) -> str:

@@ -48,6 +48,15 @@ def test_a_bad_interface_is_found_among_five_machines() -> None:
     assert sorted(pairs) == [(0, 3), (1, 3), (2, 3), (3, 4)]
 
 
+def test_what_is_wrong_with_several_lines_of_two_machines_is_told_in_one() -> None:
+    report = with_link(healthy(("a", "a", "b", "b")), 0, 2, latency=5e-3)
+    report = with_link(report, 1, 3, forth=2e7)
+    (slow,) = found(report, "slow line")
+    assert "latency 5.0 ms" in slow.what
+    assert "ranks 1 and 3: 20.0 MB/s from rank 1 to 3" in slow.what
+    assert len(slow.data["marks"]) == 2
+
+
 def test_one_direction_is_named() -> None:
     (slow,) = found(with_link(healthy(FIVE), 0, 2, back=1e8), "slow line")
     assert "from rank 2 to 0" in slow.what
