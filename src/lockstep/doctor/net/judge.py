@@ -15,8 +15,8 @@ LESS = 0.5
 """So is a rate below this part of the middle one."""
 ENOUGH = 3
 """Lines of one kind from which on there is a middle that means something."""
-NOISE = 50e-6
-"""Seconds by which latencies may differ on a machine that has other things to do."""
+NOISE = {True: 200e-6, False: 50e-6}
+"""Seconds by which latencies may differ, inside a machine and between two, when it has other things to do."""
 FAR = 1e-3
 """Seconds of latency between machines from which on every collective of small tensors is slow."""
 STREAM = 10_000
@@ -156,7 +156,7 @@ def marks(report: Report) -> dict[tuple[int, int], list[str]]:
             found[link.a, link.b].append(link.error)
     for inside in (True, False):
         links = [link for link in report.links if (by_rank[link.a].host == by_rank[link.b].host) == inside]
-        for link, text in _against_the_middle(links):
+        for link, text in _against_the_middle(links, NOISE[inside]):
             found[link.a, link.b].append(text)
         if not inside:
             for link, text in _against_the_hardware(links, by_rank):
@@ -164,12 +164,12 @@ def marks(report: Report) -> dict[tuple[int, int], list[str]]:
     return dict(found)
 
 
-def _against_the_middle(links: Sequence[Link]) -> Iterator[tuple[Link, str]]:
+def _against_the_middle(links: Sequence[Link], noise: float) -> Iterator[tuple[Link, str]]:
     late = [link for link in links if link.latency is not None]
     if len(late) >= ENOUGH:
         middle = statistics.median(link.latency or 0 for link in late)
         for link in late:
-            if (link.latency or 0) > max(SLOWER * middle, middle + NOISE):
+            if (link.latency or 0) > max(SLOWER * middle, middle + noise):
                 yield link, f"latency {micro(link.latency)}, {(link.latency or 0) / middle:.0f} times the median"
     for name in ("forth", "back"):
         rated = [(link, getattr(link, name)) for link in links if getattr(link, name) is not None]

@@ -97,6 +97,11 @@ def test_lines_inside_machines_are_compared_among_themselves() -> None:
     assert judge.marks(report) == {}
 
 
+def test_a_busy_machine_is_not_taken_for_a_slow_line() -> None:
+    assert judge.marks(with_link(healthy(("a", "a", "a"), latency=7e-6), 0, 2, latency=90e-6)) == {}
+    assert (0, 2) in judge.marks(with_link(healthy(("a", "a", "a"), latency=7e-6), 0, 2, latency=900e-6))
+
+
 def test_a_pair_that_cannot_talk_is_named_once_for_both_ways() -> None:
     report = with_contact(healthy(("a", "b", "c")), 0, 2, error="no answer within 3 s")
     report = with_contact(report, 2, 0, error="no route to host")
