@@ -5,7 +5,7 @@
 set -euo pipefail
 
 # A command that proves the package, and the package.
-needed="mpirun.openmpi:openmpi-bin mpirun.mpich:mpich ssh:openssh-client sshd:openssh-server ip:iproute2
+needed="mpirun.openmpi:openmpi-bin mpirun.mpich:mpich ssh:openssh-client sshd:openssh-server ip:iproute2 nft:nftables
   nsenter:util-linux srun:slurm-client slurmd:slurmd slurmctld:slurmctld munged:munge"
 PATH="$PATH:/usr/sbin:/sbin"
 

@@ -58,3 +58,10 @@ def ssh_machines(
 def job(tmp_path: Path) -> training.Training:
     """A training script, and what its ranks will say."""
     return training.in_folder(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def three_machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[machines.Machine, ...]]:
+    """Three machines, each two with a cable; 5 ms long is the one between the first two."""
+    with machines.three_machines(tmp_path_factory.mktemp("three"), delayed=0.005) as all_three:
+        yield all_three

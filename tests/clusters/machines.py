@@ -1,4 +1,4 @@
-"""Two "machines" on this one: namespaces with an own network, host name and hosts file each, joined by a cable.
+"""Two "machines" on this one, or three: namespaces with an own network, host name and hosts file each, and cables.
 
 Nothing of it is visible outside: the cable (a veth pair) is made inside the namespaces, so the same names and addresses
 can be in use by several test runs at once, and all of it is gone with the last process in it.
@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,6 +140,66 @@ def two_machines(folder: Path) -> Iterator[tuple[Machine, Machine]]:
             _must([*inside, "address", "add", f"{machine.address}/24", "dev", INTERFACE])
             _must([*inside, "link", "set", INTERFACE, "up"])
         yield machines[0], machines[1]
+
+
+@contextlib.contextmanager
+def three_machines(folder: Path, delayed: float) -> Iterator[tuple[Machine, Machine, Machine]]:
+    """Three machines with a cable between each two; that between node0 and node1 delays what it carries.
+
+    Each has one address, on all of its cables; the cable to node N is ``ethN`` on both others.
+    """
+    for tool in ("unshare", "nsenter", "ip", "mount", "hostname", "tc"):
+        if shutil.which(tool, path=os.environ["PATH"] + ":/usr/sbin") is None:
+            pytest.skip(f"{tool} is not installed (scripts/apt.sh installs it)")
+    addresses = {f"node{number}": f"10.212.0.{number + 1}" for number in range(3)}
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(_machine(name, addresses, folder)) for name in addresses]
+        for one, other in ((0, 1), (0, 2), (1, 2)):
+            stack.enter_context(
+                _cable(made[one], f"eth{other}", made[other], f"eth{one}", delayed if other == 1 else 0)
+            )
+            for machine, peer, name in ((made[one], made[other], f"eth{other}"), (made[other], made[one], f"eth{one}")):
+                inside = ["nsenter", f"--target={machine.holder}", "--net", "ip"]
+                _must([*inside, "address", "add", f"{machine.address}/32", "dev", name])
+                _must([*inside, "link", "set", name, "up"])
+                _must([*inside, "route", "add", f"{peer.address}/32", "dev", name, "src", machine.address])
+        yield made[0], made[1], made[2]
+
+
+@contextlib.contextmanager
+def _cable(one: Machine, name: str, other: Machine, other_name: str, delay: float) -> Iterator[None]:
+    """A cable between two machines; with a delay where one is asked for, by the kernel if it knows how."""
+    add = ["link", "add", name, "type", "veth", "peer", "name", other_name, "netns", str(other.holder)]
+    inside = ["nsenter", f"--target={one.holder}", "--net"]
+    _must([*inside, "ip", *add])
+    if delay == 0 or all(_netem(machine, cable, delay) for machine, cable in ((one, name), (other, other_name))):
+        yield
+        return
+    _must([*inside, "ip", "link", "delete", name])
+    ends = [str(one.holder), name, str(other.holder), other_name]
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("delay_line.py")), *ends, str(delay)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as line:
+        assert line.stdin is not None
+        assert line.stdout is not None
+        assert line.stderr is not None
+        if line.stdout.readline() != "ready\n":
+            pytest.skip(f"a cable with a delay cannot be made here: {line.stderr.read().strip()}")
+        try:
+            yield
+        finally:
+            line.stdin.close()
+            line.wait(timeout=10)
+
+
+def _netem(machine: Machine, name: str, delay: float) -> bool:
+    argv = ["nsenter", f"--target={machine.holder}", "--net", "tc", "qdisc", "add", "dev", name, "root", "netem"]
+    argv += ["delay", f"{delay * 1000:g}ms"]
+    return subprocess.run(argv, capture_output=True, check=False, timeout=20).returncode == 0
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Whether a process lives, and whether something holds it."""
+"""Whether a process lives, whether something holds it, and what it was started with."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ def started(pid: int) -> int:
         return 0 if fields[0] in ("Z", "X", "x") else int(fields[19])
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    """The environment that a process was started with; empty when it is not ours to read."""
+    try:
+        entries = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    pairs = (os.fsdecode(entry).partition("=") for entry in entries if b"=" in entry)
+    return {name: value for name, _, value in pairs}
 
 
 def look(pid: int, began: int) -> Life:

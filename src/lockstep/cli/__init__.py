@@ -17,6 +17,8 @@ COMMANDS = {
     "env": "say where this process would run, on what, and why",
     "watch": "show what every rank of a job is doing, live",
     "stacks": "print where every rank of a job is, down to the Python line",
+    "doctor": "find out whether this machine, its network and the cluster are fit to train",
+    "bundle": "put what a bug report needs into one zip, without secrets",
     "slurm": "write a batch file for SLURM",
 }
 """Subcommand -> what it does; each is the module of its name, with ``add_arguments`` and ``run``."""

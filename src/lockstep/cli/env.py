@@ -243,7 +243,7 @@ def _machine() -> Iterator[tuple[str, Fact]]:
 
 
 def _kernel_warning() -> str | None:
-    from lockstep.topology.topology import old_kernel_warning
+    from lockstep.topology.kernel import old_kernel_warning
 
     return old_kernel_warning()
 

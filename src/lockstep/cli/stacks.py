@@ -111,7 +111,7 @@ def _is_pid(text: str) -> bool:
 
 def _of_process(pid: int) -> tuple[RunDirectory, list[Snapshot]]:
     """The run that a process belongs to, and its box in it."""
-    environ = _environ(pid)
+    environ = processes.environ_of(pid)
     named = _run_of(pid, environ)
     if named is not None and os.path.isdir(named):
         directory = RunDirectory(path=Path(named))
@@ -130,16 +130,6 @@ def _of_process(pid: int) -> tuple[RunDirectory, list[Snapshot]]:
         f"Process {pid} is no rank of a job as far as can be seen from here: {seen}, and no black box under "
         f"{os.path.abspath('.lockstep/runs')} is its. Name the run directory instead."
     )
-
-
-def _environ(pid: int) -> dict[str, str]:
-    """The environment that a process was started with; empty when it is not ours to read."""
-    try:
-        entries = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
-    except OSError:
-        return {}
-    pairs = (os.fsdecode(entry).partition("=") for entry in entries if b"=" in entry)
-    return {name: value for name, _, value in pairs}
 
 
 def _run_of(pid: int, environ: Mapping[str, str]) -> str | None:

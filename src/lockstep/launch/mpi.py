@@ -96,8 +96,38 @@ class Dialect:
             options += ["-genv", name, value]
         return options
 
+    def one_each(self, hostfile: str, machines: int, *, as_root: bool) -> list[str]:
+        """The options that run a command once on every machine of a host file, which is in this dialect."""
+        return ["-f", hostfile, "-n", str(machines), "-ppn", "1"]
+
+    def line(self, host: Host) -> str:
+        """A host as it stands in a host file."""
+        name = f"[{host.name}]" if ":" in host.name else host.name
+        return name if host.slots is None else f"{name}:{host.slots}"
+
+    def reads(self, line: str) -> bool:
+        """Whether it understands a line of a host file, once read by `read_hostfile`."""
+        return "=" not in line.partition("#")[0]
+
+    def ssh(self, environ: Mapping[str, str]) -> str:
+        """The program by which it reaches other machines."""
+        return environ.get("HYDRA_LAUNCHER_EXEC") or environ.get("I_MPI_HYDRA_BOOTSTRAP_EXEC") or "ssh"
+
 
 class _OpenMpi(Dialect):
+    def one_each(self, hostfile: str, machines: int, *, as_root: bool) -> list[str]:
+        return ["--hostfile", hostfile, "--map-by", "ppr:1:node", *(["--allow-run-as-root"] if as_root else [])]
+
+    def line(self, host: Host) -> str:
+        return host.name if host.slots is None else f"{host.name} slots={host.slots}"
+
+    def reads(self, line: str) -> bool:
+        return (line.partition("#")[0].split() or [""])[0].count(":") != 1
+
+    def ssh(self, environ: Mapping[str, str]) -> str:
+        told = environ.get("OMPI_MCA_plm_rsh_agent") or environ.get("PRTE_MCA_plm_ssh_agent") or "ssh"
+        return told.split(":")[0].strip()
+
     def options(self, job: Job) -> list[str]:
         options = ["--host", ",".join(f"{host}:{job.per_machine}" for host in job.hosts)]
         options += ["-n", str(job.num_processes), "--map-by", f"ppr:{job.per_machine}:node"]
@@ -241,7 +271,7 @@ def mpirun_command(
         )
     if mpirun is None or problems:
         raise ConfigError.of(problems)
-    dialect = recognise(_version(mpirun))
+    dialect = recognise(version(mpirun))
     main = main_process_ip or hosts[0].name
     given = {**env, "MASTER_ADDR": main, "MASTER_PORT": str(main_process_port or _free_port())}
     job = Job(
@@ -295,7 +325,8 @@ def find_mpirun(environ: Mapping[str, str]) -> str | None:
     return next((found for name in _PROGRAMS if (found := shutil.which(name, path=path))), None)
 
 
-def _version(mpirun: str) -> str:
+def version(mpirun: str) -> str:
+    """What it answers when it is asked for its version."""
     try:
         done = subprocess.run(
             [mpirun, "--version"],

@@ -20,7 +20,8 @@ from lockstep.rundir import names, place
 from lockstep.rundir.place import RunDirectory
 from lockstep.topology.farewell import Farewell
 from lockstep.topology.group import Group
-from lockstep.topology.topology import Topology, discover, old_kernel_warning
+from lockstep.topology.kernel import old_kernel_warning
+from lockstep.topology.topology import Topology, discover
 from lockstep.topology.watch import Watch
 
 

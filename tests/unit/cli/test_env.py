@@ -17,7 +17,7 @@ import torch
 
 import lockstep
 from lockstep.cli import env as command
-from lockstep.topology import topology
+from lockstep.topology import kernel
 
 PARTS = ["versions", "machine", "devices", "process", "network", "settings", "variables"]
 
@@ -191,8 +191,8 @@ def test_a_main_address_without_a_route(capsys: pytest.CaptureFixture[str], monk
 
 
 def test_an_old_kernel_is_warned_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(topology.platform, "release", lambda: "4.18.0-500.el8")
+    monkeypatch.setattr(kernel.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(kernel.platform, "release", lambda: "4.18.0-500.el8")
     _, text = printed(capsys)
     assert line_of(text, "kernel") == "Linux 4.18.0-500.el8"
     assert "Below 5.5" in line_of(text, "kernel warning")

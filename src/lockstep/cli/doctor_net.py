@@ -1,0 +1,190 @@
+"""``lockstep doctor net``: in the ranks of a job, whoever started it; by itself it starts one on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.config import env
+from lockstep.doctor import table
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.rundir import names
+
+if TYPE_CHECKING:
+    from lockstep.doctor.finding import Finding
+    from lockstep.doctor.net.program import Options
+    from lockstep.doctor.net.results import Report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with heat maps there")
+    parser.add_argument("--quick", action="store_true", help="a few seconds: small sizes, short measurements")
+    parser.add_argument("--budget", type=_seconds, default=90.0, metavar="S", help="seconds to measure for (90)")
+    parser.add_argument(
+        "--patience", type=_seconds, default=120.0, metavar="S", help="seconds to wait for ranks that start late (120)"
+    )
+    parser.add_argument(
+        "--send_recv",
+        "--send-recv",
+        action="store_true",
+        help="also measure send and receive of the process group by pair; on GPUs this is always done",
+    )
+    parser.add_argument("--script", type=Path, metavar="FILE", help="a script that must be the same on every machine")
+    alone = parser.add_argument_group("when no launcher has started this")
+    alone.add_argument(
+        "--num_processes", "--num-processes", type=int, metavar="N", help="ranks to start here (one per GPU, or 2)"
+    )
+    alone.add_argument("--cpu", action="store_true", help="use the CPU even where there are accelerators")
+    # Where rank 0 leaves the exit code for the call that started it: a verdict is no failure of the job.
+    parser.add_argument("--verdict", type=Path, help=argparse.SUPPRESS)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure; 1 when something is in error."""
+    from lockstep.topology import environments
+
+    environ = env.snapshot()
+    place = environments.find(environ)
+    if place.launcher == "none":
+        if "LOCKSTEP_LAUNCH" in environ:
+            raise ConfigError(
+                "`lockstep launch` has started one process, which has nobody to talk to. Ask it for more with "
+                "--num_processes, or call `lockstep doctor net` by itself."
+            )
+        return _start(arguments)
+    if arguments.num_processes is not None:
+        raise ConfigError(
+            f"--num_processes {arguments.num_processes} is for starting ranks, and {place.launcher} has started this "
+            "one. Leave it out, and say it to the launcher."
+        )
+    if arguments.cpu:
+        env.publish({env.VARIABLES["cpu"][0]: "true"})
+    from lockstep.doctor.net.program import Options
+
+    options = Options(
+        patience=arguments.patience,
+        budget=arguments.budget,
+        quick=arguments.quick,
+        send_recv=arguments.send_recv,
+        script=arguments.script,
+    )
+    return in_rank(options, place.rank, as_json=arguments.json, page=arguments.html, verdict=arguments.verdict)
+
+
+def _start(arguments: argparse.Namespace) -> int:
+    """Start ranks on this machine; the exit code is what they found."""
+    import subprocess
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder:
+        verdict = Path(folder) / "verdict"
+        # Its own job leaves nothing behind in the folder where it was called.
+        environ = {names.VARIABLE: str(Path(folder) / "run"), **env.snapshot()}
+        with subprocess.Popen([*command(arguments), "--verdict", str(verdict)], env=environ) as launcher:
+            try:
+                code = launcher.wait()
+            except KeyboardInterrupt:
+                code = launcher.wait()  # the terminal has sent it to the launcher too, which ends its ranks
+        return int(verdict.read_text()) if code == 0 and verdict.exists() else code or 1
+
+
+def command(arguments: argparse.Namespace) -> list[str]:
+    """The call that starts ranks on this machine, each of which runs this again."""
+    from lockstep.launch.machine import accelerators
+
+    count, cpu = arguments.num_processes, arguments.cpu
+    if count is not None and count < 2:
+        raise ConfigError(
+            f"--num_processes {count}: a rank needs at least one other to talk to. Ask for 2 or more; "
+            "`lockstep doctor` looks at the machine alone."
+        )
+    if count is None:
+        present = 0 if cpu else accelerators(env.snapshot())[0]
+        # One accelerator alone has nobody to talk to: two ranks on the CPU at least show the network.
+        count, cpu = (present, cpu) if present > 1 else (2, True)
+    again = ["doctor", "net", "--budget", str(arguments.budget), "--patience", str(arguments.patience)]
+    again += [f"--{name}" for name in ("json", "quick", "send_recv") if getattr(arguments, name)]
+    for name in ("html", "script"):
+        if getattr(arguments, name) is not None:
+            again += [f"--{name}", str(getattr(arguments, name))]
+    launch = ["launch", "--num_processes", str(count), *(["--cpu"] if cpu else [])]
+    return [sys.executable, "-m", "lockstep", *launch, "-m", "lockstep", *again]
+
+
+def in_rank(
+    options: Options,
+    rank: int,
+    *,
+    as_json: bool,
+    page: Path | None = None,
+    verdict: Path | None = None,
+    own_findings: tuple[Finding, ...] = (),
+) -> int:
+    """Called on: all ranks. Examine and, on rank 0, print; ends the process, since what hangs in it cannot be ended."""
+    from lockstep.doctor.net import program
+
+    progress = _Progress()
+    try:
+        report, _ = program.examine(options, said=progress.say, alarm=progress.alarm, own_findings=own_findings)
+    except LockstepError as error:
+        finding = program.cannot_start(error, rank)
+        print("\n".join(table.lines([finding])), file=sys.stderr, flush=True)
+        program.finish(1)
+        return 1
+    code = 0 if report is None else _publish(report, as_json=as_json, page=page, rates=options.rates)
+    if verdict is not None and report is not None:
+        verdict.write_text(str(code))
+        code = 0
+    program.finish(code)
+    return code
+
+
+def _publish(report: Report, *, as_json: bool, page: Path | None, rates: bool) -> int:
+    from lockstep.doctor.net import program, show
+
+    findings = program.judged(report)
+    if page is not None:
+        from lockstep.doctor.net.page import render
+
+        try:
+            page.write_text(render(report, findings), encoding="utf-8")
+            print(f"lockstep doctor net: wrote {page}", file=sys.stderr)
+        except OSError as error:
+            print(f"lockstep doctor net: {page} cannot be written: {error.strerror}", file=sys.stderr)
+    if as_json:
+        print(json.dumps(show.plain(report, findings), indent=2))
+    elif rates:
+        print("\n".join([*show.lines(report, findings), table.summary(findings)]))
+    else:
+        print("\n".join([*table.lines(findings), table.summary(findings)]))
+    return program.failed(report)
+
+
+class _Progress:
+    """What is going on, on stderr: what is new at once, and no more than one line a second."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.last = 0.0
+
+    def say(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self.last >= 1.0 or text.startswith(("connecting", "barrier")):
+            self.last = now
+            print(f"lockstep doctor: {now - self.started:5.1f} s  {text}", file=sys.stderr, flush=True)
+
+    def alarm(self, findings: list[Finding]) -> None:
+        print("\n".join(table.lines(findings)), file=sys.stderr, flush=True)

@@ -1,0 +1,73 @@
+"""From logs to findings: every log that can be read is, and of the others is said why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lockstep.doctor.finding import Finding
+from lockstep.doctor.nccl import findings as words
+from lockstep.doctor.nccl import knowledge
+from lockstep.doctor.nccl.message import HINTS
+from lockstep.doctor.nccl.reader import Log, Progress, UnreadableLog, logs_of
+from lockstep.doctor.nccl.story import Story
+from lockstep.doctor.nccl.teller import Teller
+
+Watch = Callable[[Log], Progress]
+"""Is called with each log before it is read, and gives what is told of the progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What the logs said."""
+
+    logs: tuple[str, ...]
+    """Those that were read."""
+    story: Story
+    """All of it together."""
+    findings: list[Finding]
+    """The same, as findings; what could not be read is among them."""
+
+
+def read(named: Sequence[str], watch: Watch | None = None) -> Reading:
+    """Read logs, and put their ranks' stories together."""
+    teller = Teller(knowledge.load())
+    findings: list[Finding] = []
+    names: list[str] = []
+    empty: list[str] = []
+    for word in named:
+        try:
+            logs = logs_of(word)
+        except (UnreadableLog, OSError) as error:
+            findings.append(_unreadable(str(error)))
+            continue
+        for log in logs:
+            try:
+                _add(teller, log, watch(log) if watch is not None else None)
+                (empty if log.size() == 0 else names).append(log.name)
+            except UnreadableLog as error:
+                findings.append(_unreadable(str(error)))
+    story = teller.tell()
+    # Of a folder some files may well be empty: a rank that printed nothing.
+    if empty and not names:
+        findings.append(Finding(check="log", status="warning", what=f"{', '.join(empty[:6])}: nothing in it"))
+    elif names and not story.lines and not story.problems:
+        findings.append(
+            Finding(
+                check="log",
+                status="warning",
+                what=f"no line of NCCL's in {', '.join(names[:6])}" + (" and others" if len(names) > 6 else ""),
+                why="NCCL writes only when it is told to, and a job on gloo (CPU) does not use it",
+                fix="Start the job with NCCL_DEBUG=INFO, or from here: lockstep doctor nccl --run -- train.py",
+            )
+        )
+    return Reading(logs=tuple(names), story=story, findings=[*findings, *words.findings(story)])
+
+
+def _add(teller: Teller, log: Log, progress: Progress | None) -> None:
+    for number, raw in log.lines(progress, HINTS):
+        teller.add(log.name, number, raw)
+
+
+def _unreadable(text: str) -> Finding:
+    return Finding(check="log", status="error", what=text)

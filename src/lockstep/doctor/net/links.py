@@ -1,0 +1,115 @@
+"""Which ranks can connect to which, and what the lines between them give."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from lockstep.doctor import interfaces
+from lockstep.doctor.net import wire
+from lockstep.doctor.net.results import Contact, Link, Member
+from lockstep.doctor.net.schedule import Pair
+from lockstep.launch.machine import route_to
+
+CONNECT = 3.0
+"""Seconds for one connection. All are tried at once, so this names every pair that cannot talk."""
+_AT_ONCE = 256
+SILENCE = 5.0
+"""Seconds without a byte after which a line that is being measured counts as broken."""
+
+
+def reach(own: Member, members: Mapping[int, Member]) -> tuple[list[Contact], dict[int, socket.socket]]:
+    """Try to connect to every other rank, all at once: how it went, and the lines that stand."""
+    others = [member for rank, member in sorted(members.items()) if rank != own.rank]
+    if not others:
+        return [], {}
+    with ThreadPoolExecutor(min(_AT_ONCE, len(others)), "lockstep-doctor-dial") as pool:
+        tried = list(pool.map(lambda member: _try(own, member), others))
+    lines = {contact.target: line for contact, line in tried if line is not None}
+    return [contact for contact, _ in tried], lines
+
+
+def _try(own: Member, peer: Member) -> tuple[Contact, socket.socket | None]:
+    started = time.monotonic()
+    line, error = None, peer.problem
+    if not error:
+        line, error = _dial(own, peer, peer.address or "")
+    contact = Contact(
+        source=own.rank,
+        target=peer.rank,
+        error=error,
+        seconds=time.monotonic() - started,
+        through=_leaves_by(peer.address) if peer.address else "",
+        instead="" if line is not None else _other_way(own, peer),
+    )
+    return contact, line
+
+
+def _dial(own: Member, peer: Member, address: str) -> tuple[socket.socket | None, str]:
+    if not address:
+        return None, "it has no address"
+    if interfaces.is_loopback(address) and peer.host != own.host:
+        # To dial it would reach this machine itself.
+        return None, f"{address} means the machine itself, and cannot be reached from another one"
+    try:
+        return wire.dial(address, peer.port, peer.token, own.rank, CONNECT), ""
+    except TimeoutError:
+        return None, f"no answer within {CONNECT:g} s"
+    except OSError as error:
+        return None, (error.strerror or str(error)).lower()
+
+
+def _leaves_by(address: str) -> str:
+    try:
+        return route_to(address, 0)[1] or ""
+    except ValueError:
+        return ""
+
+
+def _other_way(own: Member, peer: Member) -> str:
+    """An interface of the peer that answers, where the one it would use does not; all are tried at once."""
+    ways = [(name, each) for name, addresses in peer.others.items() for each in addresses if each != peer.address]
+    if not ways:
+        return ""
+    with ThreadPoolExecutor(len(ways), "lockstep-doctor-dial") as pool:
+        lines = [line for line, _ in pool.map(lambda way: _dial(own, peer, way[1]), ways)]
+    found = ""
+    for (name, _), line in zip(ways, lines, strict=True):
+        if line is not None:
+            wire.hang_up(line)
+            found = found or name
+    return found
+
+
+def dialler(pair: Pair, contacts: Sequence[Contact]) -> int | None:
+    """Which of the two asks the other; None when neither could connect. The same on every rank."""
+    reached = {(contact.source, contact.target) for contact in contacts if not contact.error}
+    a, b = pair
+    return a if (a, b) in reached else b if (b, a) in reached else None
+
+
+def measure(line: socket.socket, *, own: int, peer: int, pings: int, target: float) -> Link:
+    """What a line gives; ``target`` is how long each direction is to be used, and 0 leaves that out."""
+    a, b = sorted((own, peer))
+    found: dict[str, Any] = {}
+    try:
+        line.settimeout(SILENCE)
+        wire.ping(line)  # the first one wakes the other side up
+        trips = [wire.ping(line) for _ in range(pings)]
+        shortest = min(trips)
+        found["latency"] = statistics.median(seconds for seconds, _ in trips) / 2
+        found["offset"] = shortest[1] if own == a else -shortest[1]
+        found["uncertain"] = shortest[0] / 2
+        if target > 0:
+            away, here = (wire.rate(line, take=take, target=target) for take in (False, True))
+            found["forth"], found["back"] = (away, here) if own == a else (here, away)
+    except (OSError, EOFError) as error:
+        why = f"nothing came for {SILENCE:g} s" if isinstance(error, TimeoutError) else str(error)
+        return Link(a=a, b=b, error=f"the line broke while it was measured: {why}", **found)
+    finally:
+        wire.hang_up(line)
+    return Link(a=a, b=b, **found)

@@ -1,0 +1,153 @@
+"""The ranks of the job meet in its store: to introduce themselves, to wait for each other, to tell what they found.
+
+No wait here is without a limit, and each says who was missing: a rank that does not come is a finding, not a hang.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
+
+from lockstep.errors import TopologyError
+from lockstep.topology.topology import Topology
+
+SLICE = 1.0
+"""Seconds after which a wait says whom it waits for."""
+_SHORTEST, _LONGEST = 0.001, 0.05
+"""Seconds between two looks."""
+
+
+class Meeting:
+    """This rank's line to the others."""
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self._lost: set[int] = set()
+        """Ranks that were once waited for in vain: nobody waits for them again."""
+        self.closed = False
+        """Whether the store is gone, and with it whoever hosts it."""
+
+    @classmethod
+    def join(cls, topology: Topology, patience: float, said: Callable[[str], None] = lambda text: None) -> Meeting:
+        """Called on: all ranks. Open the store of the job; whoever else is there or not does not matter yet."""
+        if topology.main_address is None or topology.main_port is None:
+            return cls(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]
+        hosts = topology.rank == 0 and not topology.agent_store
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                store = TCPStore(
+                    topology.main_address,
+                    topology.main_port,
+                    topology.world_size,
+                    is_master=hosts,
+                    timeout=timedelta(seconds=max(1.0, min(5.0, deadline - time.monotonic()))),
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                )
+                break
+            except (dist.DistNetworkError, dist.DistStoreError) as error:
+                reason = str(error).strip().splitlines()[0]
+                if time.monotonic() >= deadline or hosts:
+                    raise TopologyError(
+                        f"Rank {topology.rank} cannot reach the job's store at {topology.main_address} port "
+                        f"{topology.main_port} ({reason}). See that rank 0 runs there, that the name leads there from "
+                        f"this machine, and that the port is open between them."
+                    ) from error
+                said(f"waiting for the store at {topology.main_address} port {topology.main_port} ({reason})")
+        prefix = PrefixStore(f"lockstep/doctor/attempt_{topology.attempt}", store)
+        return cls(prefix, topology.rank, topology.world_size)
+
+    def tell(self, topic: str, value: Any) -> None:
+        """Tell the others something, under a topic that is used once."""
+        try:
+            self.store.set(f"{topic}/{self.rank}", json.dumps(value))
+        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
+            self.closed = True
+
+    def hear(
+        self,
+        topic: str,
+        patience: float,
+        *,
+        of: Sequence[int] | None = None,
+        said: Callable[[str], None] = lambda text: None,
+    ) -> dict[int, Any]:
+        """What each rank has told under a topic, those that do not within ``patience`` seconds left out."""
+        asked = [rank for rank in (range(self.world_size) if of is None else of) if rank not in self._lost]
+        late = self._wait(topic, asked, patience, said)
+        self._lost |= late
+        here = [rank for rank in asked if rank not in late]
+        try:
+            told = self.store.multi_get([f"{topic}/{rank}" for rank in here]) if here else []
+        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
+            self.closed = True
+            return {}
+        return {rank: json.loads(text) for rank, text in zip(here, told, strict=True)}
+
+    def _wait(self, topic: str, asked: Sequence[int], patience: float, said: Callable[[str], None]) -> set[int]:
+        """Wait until all of them have told; those that have not in time."""
+        started = time.monotonic()
+        next_word = started + SLICE
+        pause = _SHORTEST
+        # Asked again and again, not waited for: torch warns of every wait of its store that is given up.
+        while not self._have_told(topic, asked):
+            now = time.monotonic()
+            over = now - started >= patience or self.closed
+            if over or now >= next_word:
+                late = {rank for rank in asked if not self._have_told(topic, [rank])}
+                if over:
+                    return late
+                if late:
+                    said(f"waiting for {_ranks(late)}")
+                next_word = now + SLICE
+            time.sleep(pause)
+            pause = min(_LONGEST, pause * 1.5)
+        return set()
+
+    def _have_told(self, topic: str, ranks: Sequence[int]) -> bool:
+        try:
+            return not ranks or bool(self.store.check([f"{topic}/{rank}" for rank in ranks]))
+        except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
+            self.closed = True
+            return False
+
+    def deliver(self) -> None:
+        """See to it that what this rank told last has arrived: a store is told without an answer."""
+        if not self.closed:
+            self._have_told("anything", [self.rank])
+        if self.closed:
+            raise TopologyError(
+                "The job's store has gone away while this rank was examined: rank 0, or the launcher that hosts it, "
+                "has ended. Look at the output of rank 0."
+            )
+
+    def meet(self, name: str, patience: float) -> None:
+        """Called on: all ranks. Wait until all have come here, those left out that were already missing."""
+        self.tell(name, 1)
+        asked = [rank for rank in range(self.world_size) if rank not in self._lost]
+        self._lost |= self._wait(name, asked, patience, lambda text: None)
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that did not come."""
+        return sorted(self._lost)
+
+
+def _ranks(numbers: set[int]) -> str:
+    shown = ", ".join(str(rank) for rank in sorted(numbers)[:8])
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}{' and others' if len(numbers) > 8 else ''}"
+
+
+def read_all(kind: Any, told: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Any]:
+    """The values of one kind that all ranks have told, in the order of the ranks."""
+    return [kind.of(plain) for rank in sorted(told) for plain in told[rank]]

@@ -1,0 +1,162 @@
+"""The report of the network as one page that needs nothing else: heat maps of the pairs, and the all-reduce curve."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from lockstep.doctor.finding import Finding
+from lockstep.doctor.net import judge
+from lockstep.doctor.net.collective import amount
+from lockstep.doctor.net.results import Link, Report
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem;
+  color: #1c1c1c; background: #fff }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+table { border-collapse: collapse } td, th { padding: .25rem .6rem; text-align: left; vertical-align: top }
+.error { color: #a40000; font-weight: 600 } .warning { color: #8a5300; font-weight: 600 } .ok { color: #156315 }
+code { background: #f1f1f1; padding: 0 .25rem } svg { max-width: 100%; height: auto } .why { color: #555 }
+@media (prefers-color-scheme: dark) {
+  body { background: #16181b; color: #e6e6e6 } code { background: #2a2d31 } .why { color: #aaa }
+  .error { color: #ff8080 } .warning { color: #f0b050 } .ok { color: #7fd07f } svg text { fill: #e6e6e6 } }
+"""
+_CELL = 64
+_EDGE = 120
+
+
+def render(report: Report, findings: Sequence[Finding]) -> str:
+    """The whole page."""
+    hosts = sorted({member.host for member in report.members})
+    title = f"lockstep doctor net: {len(report.members)} ranks on {', '.join(hosts)}"
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8>",
+        "<meta name=viewport content='width=device-width, initial-scale=1'>",
+        f"<title>{_text(title)}</title><style>{_STYLE}</style><h1>{_text(title)}</h1>",
+        *_findings(findings),
+    ]
+    if report.links:
+        parts += _map(report, "Latency one way", lambda link, forth: link.latency, judge.micro, high_is_bad=True)
+    if any(link.forth is not None for link in report.links):
+        pick = _way
+        parts += _map(report, "Rate over one TCP stream, row to column", pick, judge.rate, high_is_bad=False)
+    if any(link.device_rate is not None for link in report.links):
+        parts += _map(
+            report,
+            "Rate by send and receive on the devices",
+            lambda link, forth: link.device_rate,
+            judge.rate,
+            high_is_bad=False,
+        )
+    parts += _curve(report)
+    return "\n".join(parts) + "</html>\n"
+
+
+def _way(link: Link, forth: bool) -> float | None:
+    return link.forth if forth else link.back
+
+
+def _findings(findings: Sequence[Finding]) -> Iterator[str]:
+    yield "<h2>Findings</h2><table>"
+    for finding in findings:
+        more = ""
+        if finding.status in ("warning", "error"):
+            more += f"<div class=why>{_text(finding.why)}</div>" if finding.why else ""
+            more += f"<div>To do: <code>{_text(finding.fix)}</code></div>" if finding.fix else ""
+        yield (
+            f"<tr><td class={finding.status}>{finding.status}<td>{_text(finding.check)}"
+            f"<td>{_text(finding.what)}{more}</tr>"
+        )
+    yield "</table>"
+
+
+def _map(
+    report: Report,
+    title: str,
+    value: Callable[[Link, bool], float | None],
+    shown: Callable[[float | None], str],
+    *,
+    high_is_bad: bool,
+) -> Iterator[str]:
+    """A square for each pair: pale to strong on a logarithmic scale, red where they cannot talk."""
+    ranks = [member.rank for member in report.members]
+    by_pair = {(link.a, link.b): link for link in report.links}
+    marked, broken = judge.marks(report), judge.broken_pairs(report.contacts)
+    known = [found for link in report.links for forth in (True, False) if (found := value(link, forth))]
+    low, high = (math.log(min(known)), math.log(max(known))) if known else (0.0, 0.0)
+    width = _EDGE + _CELL * len(ranks)
+    yield f"<h2>{_text(title)}</h2>"
+    yield f"<svg viewBox='0 0 {width} {30 + _CELL * len(ranks)}' width={width} role=img aria-label='{_text(title)}'>"
+    for column, rank in enumerate(ranks):
+        yield f"<text x={_EDGE + _CELL * column + _CELL / 2} y=20 text-anchor=middle font-size=12>{rank}</text>"
+    for row, member in enumerate(report.members):
+        top = 30 + _CELL * row
+        label = f"{member.rank} {member.host}"
+        yield f"<text x=4 y={top + _CELL / 2 + 4} font-size=12>{_text(label[:18])}</text>"
+        for column, rank in enumerate(ranks):
+            if rank == member.rank:
+                continue
+            pair = (min(rank, member.rank), max(rank, member.rank))
+            link = by_pair.get(pair)
+            found = None if link is None else value(link, member.rank < rank)
+            colour, text = ("#d03030", "failed") if pair in broken else ("#8882", "-")
+            if link is not None:
+                share = 0.0 if found is None or high == low else (math.log(found) - low) / (high - low)
+                colour, text = _shade(share if high_is_bad else 1 - share), shown(found)
+            tip = f"{member.rank} to {rank}: {text}" + "".join(f"; {mark}" for mark in marked.get(pair, []))
+            kind = "out" if pair in broken else "bad" if pair in marked else "cell"
+            yield _square(_EDGE + _CELL * column, top, colour, text, tip, kind)
+    yield "</svg>"
+
+
+def _square(left: int, top: int, colour: str, text: str, tip: str, kind: str) -> str:
+    edge = "'#d03030' stroke-width=3" if kind == "bad" else "'#8884'"
+    ink = "#fff" if kind == "out" else "#111"
+    middle = f"x={left + _CELL / 2} y={top + _CELL / 2 + 4}"
+    return (
+        f"<g><title>{_text(tip)}</title><rect x={left + 1} y={top + 1} width={_CELL - 2} height={_CELL - 2} rx=4 "
+        f"fill='{colour}' stroke={edge} />"
+        f"<text {middle} text-anchor=middle font-size=10 style='fill:{ink}'>{_text(text)}</text></g>"
+    )
+
+
+def _shade(share: float) -> str:
+    """From good (pale green) to bad (orange)."""
+    good, bad = (200, 232, 205), (246, 170, 100)
+    red, green, blue = (round(one + (other - one) * share) for one, other in zip(good, bad, strict=True))
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def _curve(report: Report) -> Iterator[str]:
+    points = [point for point in report.points if point.rate]
+    if len(points) < 2:
+        return
+    width, height, left, bottom = 640, 300, 90, 40
+    sizes = [math.log2(point.size) for point in points]
+    rates = [math.log10(point.rate or 1) for point in points]
+    floor, top = math.floor(min(rates)), math.ceil(max(rates))
+
+    def place(size: float, rate: float) -> tuple[float, float]:
+        x = left + (size - sizes[0]) / (sizes[-1] - sizes[0]) * (width - left - 20)
+        y = height - bottom - (rate - floor) / max(1, top - floor) * (height - bottom - 20)
+        return round(x, 1), round(y, 1)
+
+    yield f"<h2>all_reduce on {len(report.group)} ranks: what each link carries</h2>"
+    yield f"<svg viewBox='0 0 {width} {height}' width={width} role=img aria-label='all_reduce by size'>"
+    for power in range(floor, top + 1):
+        _, y = place(sizes[0], power)
+        yield f"<line x1={left} x2={width - 20} y1={y} y2={y} stroke='#8884' />"
+        yield f"<text x={left - 8} y={y + 4} text-anchor=end font-size=11>{judge.rate(10.0**power)}</text>"
+    track = " ".join(f"{x},{y}" for x, y in map(place, sizes, rates))
+    yield f"<polyline points='{track}' fill=none stroke='#2a6fb0' stroke-width=2 />"
+    for point, size, rate in zip(points, sizes, rates, strict=True):
+        x, y = place(size, rate)
+        tip = f"{amount(point.size)}: {judge.micro(point.seconds)}, {judge.rate(point.rate)}"
+        yield f"<circle cx={x} cy={y} r=4 fill='#2a6fb0'><title>{_text(tip)}</title></circle>"
+        yield f"<text x={x} y={height - bottom + 18} text-anchor=middle font-size=10>{amount(point.size)}</text>"
+    yield "</svg>"
+
+
+def _text(text: str) -> str:
+    return html.escape(text, quote=True)

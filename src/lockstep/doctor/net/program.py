@@ -1,0 +1,322 @@
+"""``lockstep doctor net``, as every rank runs it: meet, connect, measure pair by pair, then what training uses.
+
+What is dangerous comes last. A pair that cannot talk is named as soon as all connections have been tried; the
+collectives then run on ranks that can all talk to each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lockstep.config import env, resolve
+from lockstep.doctor.finding import Finding, exit_code
+from lockstep.doctor.net import collective, facts, judge, links, schedule
+from lockstep.doctor.net.collective import Collective, Stuck
+from lockstep.doctor.net.meeting import Meeting, read_all
+from lockstep.doctor.net.results import Contact, Link, Member, Outcome, Point, Report
+from lockstep.doctor.net.wire import Listener
+from lockstep.errors import LockstepError
+from lockstep.topology.topology import Topology, discover
+
+Say = Callable[[str], None]
+MOST_PAIRS = 2016
+"""Pairs that are all measured: those of 64 ranks. Of more ranks, one on each machine stands for the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is to be measured."""
+
+    patience: float = 120.0
+    """Seconds in which all ranks have to be there: on a cluster some start later than others."""
+    budget: float = 90.0
+    """Seconds that measuring may take; where it does not reach, less is measured, and that is said."""
+    quick: bool = False
+    """Shorter, and without the large sizes."""
+    rates: bool = True
+    """Whether to measure rates and collectives, or only who can talk to whom, and the clocks."""
+    send_recv: bool = False
+    """Whether to measure send and receive of the process group between all pairs on the CPU too."""
+    script: Path | None = None
+    """A script that must be the same on every machine."""
+
+    @property
+    def pings(self) -> int:
+        """Round trips for each pair."""
+        return 20 if self.quick or not self.rates else 100
+
+    @property
+    def target(self) -> float:
+        """Seconds for each direction of each pair."""
+        return 0.0 if not self.rates else 0.05 if self.quick else 0.25
+
+
+def examine(
+    options: Options,
+    *,
+    said: Say | None = None,
+    alarm: Callable[[list[Finding]], None] | None = None,
+    own_findings: Sequence[Finding] = (),
+) -> tuple[Report | None, int]:
+    """Called on: all ranks. Rank 0 gets the report; the others get None. The number is this process's rank."""
+    environ = env.snapshot()
+    topology = _topology(environ)
+    speak: Say = said if said is not None and topology.rank == 0 else _silent
+    listener = Listener()
+    try:
+        meeting = Meeting.join(topology, options.patience, said or _silent)
+        run = _Run(meeting, topology, options, speak, alarm if topology.rank == 0 else None)
+        own = facts.introduce(
+            topology,
+            environ,
+            listener,
+            script=options.script,
+            findings=[finding.plain() for finding in own_findings],
+        )
+        return run.whole(own), topology.rank
+    finally:
+        listener.close()
+
+
+def finish(code: int) -> None:
+    """End this process without waiting for what hangs in it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _topology(environ: Mapping[str, str]) -> Topology:
+    cpu = resolve.resolve("cpu", None, False, environ, env.parse_flag).value
+    fixed = resolve.resolve("device", None, None, environ, resolve.as_text).value
+    return discover(environ, cpu=cpu, device=fixed)
+
+
+def _silent(text: str) -> None:
+    """Say nothing."""
+
+
+class _Run:
+    """One examination on one rank."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        topology: Topology,
+        options: Options,
+        said: Say,
+        alarm: Callable[[list[Finding]], None] | None,
+    ) -> None:
+        self.meeting = meeting
+        self.topology = topology
+        self.options = options
+        self.said = said
+        self.alarm = alarm
+        self.started = time.monotonic()
+
+    def whole(self, own: Member) -> Report | None:
+        """Called on: all ranks. All of it; the report on rank 0."""
+        self.meeting.tell("member", own.plain())
+        heard = self.meeting.hear("member", self.options.patience, said=self.said)
+        members = tell_apart({rank: Member.of(plain) for rank, plain in heard.items()})
+        own = members.get(own.rank, own)
+        self.started = time.monotonic()
+        hosts = len({member.host for member in members.values()})
+        self.said(f"{len(members)} of {self.meeting.world_size} ranks on {hosts} machine{'s' if hosts > 1 else ''}")
+        contacts, lines = self._connect(own, members)
+        found = self._measure(members, contacts, lines)
+        outcome, group, device_links = self._collective(members, contacts)
+        last = {"outcome": outcome.plain(), "links": [link.plain() for link in (*found, *device_links)]}
+        self.meeting.tell("last words", last)
+        if self.meeting.rank == 0:
+            return self._report(members, contacts, group)
+        # Rank 0, which may host the store, leaves when it has heard this: nothing is asked of the store afterwards.
+        self.meeting.deliver()
+        return None
+
+    def _connect(self, own: Member, members: Mapping[int, Member]) -> tuple[list[Contact], dict[int, socket.socket]]:
+        self.said("connecting every rank to every other")
+        contacts, lines = links.reach(own, members)
+        self.meeting.tell("contacts", [contact.plain() for contact in contacts])
+        named = self._raise_alarm(members, contacts, set())  # what this rank has seen need not wait for the others
+        every = read_all(Contact, self.meeting.hear("contacts", 10 * links.CONNECT, said=self.said))
+        self._raise_alarm(members, every, named)
+        return every, lines
+
+    def _raise_alarm(
+        self, members: Mapping[int, Member], contacts: Sequence[Contact], named: set[frozenset[str]]
+    ) -> set[frozenset[str]]:
+        """Say at once who cannot talk, but for the machines that are named already; those that are now."""
+        if self.alarm is None:
+            return named
+        seen = [members[rank] for rank in sorted(members)]
+        so_far = Report(members=seen, contacts=contacts)
+        bad = [finding for finding in judge.connections(so_far) if finding.status == "error"]
+        new = [finding for finding in bad if frozenset(finding.data["hosts"]) not in named]
+        if new:
+            self.alarm(new)
+        return named | {frozenset(finding.data["hosts"]) for finding in new}
+
+    def _measure(
+        self, members: Mapping[int, Member], contacts: Sequence[Contact], lines: dict[int, socket.socket]
+    ) -> list[Link]:
+        """The pairs that can talk, round by round, each by the rank that has the line."""
+        ranks = sorted(members)
+        pairs = [(ranks[a], ranks[b]) for a in range(len(ranks)) for b in range(a + 1, len(ranks))]
+        hosts = {rank: members[rank].host for rank in ranks}
+        pairs = schedule.fewer(hosts, pairs, MOST_PAIRS)
+        order = schedule.rounds(hosts, [pair for pair in pairs if links.dialler(pair, contacts) is not None])
+        # Half of the budget for the pairs, two directions each, and growing into the target takes as long again.
+        target = min(self.options.target, self.options.budget / 2 / max(1, len(order)) / 4)
+        found = []
+        for number, together in enumerate(order):
+            self.meeting.meet(f"round/{number}", 4 * links.SILENCE)
+            for pair in together:
+                if links.dialler(pair, contacts) != self.meeting.rank:
+                    continue
+                peer = pair[0] if pair[1] == self.meeting.rank else pair[1]
+                found.append(
+                    links.measure(
+                        lines.pop(peer),
+                        own=self.meeting.rank,
+                        peer=peer,
+                        pings=self.options.pings,
+                        target=target,
+                    )
+                )
+            self.said(f"pairs: round {number + 1} of {len(order)}")
+        for line in lines.values():
+            line.close()
+        return found
+
+    def _collective(
+        self, members: Mapping[int, Member], contacts: Sequence[Contact]
+    ) -> tuple[Outcome, list[int], list[Link]]:
+        self.meeting.meet("before collectives", 4 * links.SILENCE)
+        copy = None
+        if self.topology.local_rank == 0 and self.options.rates:
+            copy = collective.copy_rate()
+        self.meeting.meet("copied", 4 * links.SILENCE)
+        group = self._group(members, contacts)
+        outcome = Outcome(rank=self.meeting.rank, copy=copy)
+        if not self.options.rates or self.meeting.rank not in group or len(group) < 2:
+            return outcome, group, []
+        self.said(f"barrier and all_reduce on {len(group)} ranks")
+        team = Collective(
+            self.meeting, group, self.topology.device, self.topology.backend or "gloo", 2 if self.options.quick else 5
+        )
+        points: list[Point] = []
+        found: list[Link] = []
+        try:
+            team.join()
+            team.check()
+            outcome = replace(outcome, checked=True)
+            if self.topology.device.type != "cpu" or self.options.send_recv:
+                found = self._device_pairs(team, group)
+            sizes = collective.QUICK_SIZES if self.options.quick else collective.SIZES
+            left = max(1.0, self.options.budget - (time.monotonic() - self.started))
+            for point in team.curve(sizes, left, self.said):
+                points.append(point)
+        except Stuck as error:
+            outcome = replace(outcome, error=str(error))
+        if team.number == 0:
+            outcome = replace(outcome, points=[point.plain() for point in points])
+        with contextlib.suppress(Exception):
+            team.leave()
+        return outcome, group, found
+
+    def _group(self, members: Mapping[int, Member], contacts: Sequence[Contact]) -> list[int]:
+        """Called on: all ranks. The ranks that are still there and can all talk to each other, as rank 0 sees it."""
+        if self.meeting.rank == 0:
+            ranks = [rank for rank in sorted(members) if rank not in self.meeting.missing]
+            broken = judge.broken_pairs(contacts)
+            numbers = [(ranks.index(a), ranks.index(b)) for a, b in broken if a in ranks and b in ranks]
+            self.meeting.tell("group", [ranks[number] for number in schedule.together(len(ranks), numbers)])
+        heard: dict[int, list[int]] = self.meeting.hear("group", 4 * links.SILENCE, of=[0])
+        return heard.get(0, [])
+
+    def _device_pairs(self, team: Collective, group: Sequence[int]) -> list[Link]:
+        size = 1 << 20 if self.options.quick else 1 << 24
+        found = []
+        for a in group:
+            for b in group:
+                if a < b:
+                    self.said(f"send and receive: rank {a} and rank {b}")
+                    link = team.pair((a, b), size)
+                    found += [] if link is None else [link]
+        return found
+
+    def _report(self, members: Mapping[int, Member], contacts: Sequence[Contact], group: Sequence[int]) -> Report:
+        heard = self.meeting.hear("last words", 2 * collective.LIMIT, said=self.said)
+        outcomes = {rank: Outcome.of(words["outcome"]) for rank, words in heard.items()}
+        told: list[Link] = read_all(Link, {rank: words["links"] for rank, words in heard.items()})
+        for rank in sorted(set(members) - set(outcomes)):
+            outcomes[rank] = Outcome(rank=rank, error="it went away, or hangs, before it could say how it is")
+        points = next((outcome.points for outcome in outcomes.values() if outcome.points), ())
+        return Report(
+            members=[members[rank] for rank in sorted(members)],
+            missing=[rank for rank in range(self.meeting.world_size) if rank not in members],
+            contacts=contacts,
+            links=merged(told),
+            outcomes=[outcomes[rank] for rank in sorted(outcomes)],
+            group=group,
+            points=[Point.of(point) for point in points],
+        )
+
+
+def tell_apart(members: dict[int, Member]) -> dict[int, Member]:
+    """Machines that have the same name get their number added, so that they are two."""
+    machines: dict[str, set[str]] = {}
+    for member in members.values():
+        machines.setdefault(member.host, set()).add(member.machine)
+    return {
+        rank: replace(member, host=f"{member.host}/{member.node}") if len(machines[member.host]) > 1 else member
+        for rank, member in members.items()
+    }
+
+
+def merged(told: Sequence[Link]) -> list[Link]:
+    """One for each pair: what the line gave, and what send and receive on the devices did."""
+    by_pair: dict[tuple[int, int], Link] = {}
+    for link in told:
+        before = by_pair.get((link.a, link.b))
+        if before is not None:
+            link = replace(before, device_latency=link.device_latency, device_rate=link.device_rate)
+        by_pair[link.a, link.b] = link
+    return [by_pair[pair] for pair in sorted(by_pair)]
+
+
+def judged(report: Report) -> list[Finding]:
+    """The findings of the machines, those that are the same on several told once, then those of the network."""
+    hosts: dict[str, list[str]] = {}
+    firsts: dict[str, Finding] = {}
+    for member in report.members:
+        for plain in member.findings:
+            finding = Finding.of(plain)
+            key = repr((finding.check, finding.status, finding.what, finding.fix))
+            hosts.setdefault(key, []).append(member.host)
+            firsts.setdefault(key, finding)
+    order = {check: number for number, check in enumerate(dict.fromkeys(each.check for each in firsts.values()))}
+    machines = len({member.host for member in report.members})
+    own = []
+    for key in sorted(firsts, key=lambda key: order[firsts[key].check]):
+        where = f"all {machines} machines" if len(hosts[key]) == machines > 1 else ", ".join(hosts[key])
+        finding = firsts[key]
+        own.append(replace(finding, what=f"{where}: {finding.what}", data={**finding.data, "hosts": hosts[key]}))
+    return [*own, *judge.findings(report)]
+
+
+def failed(report: Report) -> int:
+    """The exit code."""
+    return exit_code(judged(report))
+
+
+def cannot_start(error: LockstepError, rank: int) -> Finding:
+    """What a rank says that never got to the others."""
+    return Finding(check="ranks", status="error", what=f"rank {rank} on {socket.gethostname()}: {error}")

@@ -1,0 +1,115 @@
+"""Running checks so that none of them can hang or break the doctor: each in a process of its own, with a time limit.
+
+A process, not a thread: a driver that keeps the interpreter's lock, or a file system that does not answer and cannot
+even be killed, is left behind without taking the doctor along. All run at once: the longest limit is that of all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from lockstep.doctor.checks import CHECKS, Check
+from lockstep.doctor.finding import Finding
+from lockstep.doctor.situation import Situation
+
+Told = Callable[[Check, list[Finding]], None]
+"""Is called with each check as soon as it has an answer."""
+
+
+def run_checks(situation: Situation, checks: Sequence[Check] = CHECKS, told: Told | None = None) -> list[Finding]:
+    """What each check finds, in the order of the list. Never takes longer than the longest limit, and a second."""
+    # A fork begins at once and needs nothing imported again. This process has no threads yet, and has not met a driver.
+    context: Any = multiprocessing.get_context("fork")
+    running: dict[Connection, tuple[Check, Any, float]] = {}
+    for check in checks:
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=_answer, args=(writer, check, situation), daemon=True)
+        process.start()
+        writer.close()
+        running[reader] = (check, process, time.monotonic() + check.limit)
+    found: dict[str, list[Finding]] = {}
+    while running:
+        patience = max(0.0, min(deadline for _, _, deadline in running.values()) - time.monotonic())
+        for reader in wait(list(running), patience):
+            assert isinstance(reader, Connection)
+            check, process, _ = running.pop(reader)
+            found[check.name] = _received(reader, check, process)
+            _tell(told, check, found)
+        for reader, (check, process, deadline) in list(running.items()):
+            if time.monotonic() >= deadline:
+                del running[reader]
+                found[check.name] = [_given_up(check)]
+                _end(reader, process)
+                _tell(told, check, found)
+    return [finding for check in checks for finding in found[check.name]]
+
+
+def look(check: Check, situation: Situation) -> list[Finding]:
+    """Run one check here and now; one that breaks is a finding too."""
+    module, _, function = check.place.partition(":")
+    try:
+        answer = getattr(importlib.import_module(f"lockstep.doctor.checks.{module}"), function)(situation)
+    except Exception as error:
+        return [_broken(check, f"{type(error).__name__}: {error}")]
+    return [answer] if isinstance(answer, Finding) else list(answer)
+
+
+def _tell(told: Told | None, check: Check, found: dict[str, list[Finding]]) -> None:
+    if told is not None:
+        told(check, found[check.name])
+
+
+def _answer(writer: Connection, check: Check, situation: Situation) -> None:
+    writer.send([finding.plain() for finding in look(check, situation)])
+    writer.close()
+
+
+def _received(reader: Connection, check: Check, process: Any) -> list[Finding]:
+    try:
+        return [Finding.of(plain) for plain in reader.recv()]
+    except EOFError:
+        process.join(1.0)
+        code = process.exitcode
+        said = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return [_broken(check, f"its process ended with {said}")]
+    finally:
+        _end(reader, process)
+
+
+def _end(reader: Connection, process: Any) -> None:
+    reader.close()
+    process.join(0.2)
+    if process.is_alive():
+        process.kill()
+        process.join(0.2)  # not longer: one that waits for a dead disk cannot be killed
+    with suppress(ValueError):
+        process.close()
+
+
+def _broken(check: Check, how: str) -> Finding:
+    return Finding(
+        check=check.name,
+        status="warning",
+        what=f"could not be looked at: {how}",
+        why="the doctor itself failed here, so this is not known to be well",
+    )
+
+
+def _given_up(check: Check) -> Finding:
+    return Finding(
+        check=check.name,
+        status="error",
+        what=f"no answer within {check.limit:g} s",
+        why="whatever does not answer the doctor will keep a job waiting too",
+    )
+
+
+def problems(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Those that need doing something about."""
+    return (finding for finding in findings if finding.status in ("warning", "error"))
