@@ -27,6 +27,7 @@ from lockstep.config.handlers import (
     check_steps,
     sort_handlers,
 )
+from lockstep.config.recording import NumericsRecord, read_recording
 from lockstep.config.resolve import resolve
 from lockstep.errors import ConfigError, NotYetError
 
@@ -64,6 +65,8 @@ class Settings:
     """What one scheduler step means."""
     debug: frozenset[DebugTool]
     """Checks that are switched on."""
+    numerics_record: NumericsRecord | None
+    """Which batches' numbers are recorded, and where; None for none."""
     reproducible: bool
     """Whether parameters are to come out the same on any number of processes."""
 
@@ -166,6 +169,7 @@ def read_settings(
             lambda: SchedulerUnit.parse(scheduler_unit, "scheduler_unit"), SchedulerUnit.PROCESS
         ),
         debug=problems.attempt(lambda: read_debug(debug, environ), frozenset()),
+        numerics_record=problems.attempt(lambda: read_recording(environ), None),
         reproducible=same_everywhere is True,
     )
     if settings.reproducible:
