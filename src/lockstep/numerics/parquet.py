@@ -36,7 +36,7 @@ def convert(file: Path) -> Path:
     import pyarrow as arrow
     from pyarrow import parquet
 
-    from lockstep.numerics.reading import Trace, read_header
+    from lockstep.numerics.read_trace import Trace, read_header
 
     header = read_header(file)
     target = file.with_suffix(".parquet")

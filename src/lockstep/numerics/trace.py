@@ -1,7 +1,7 @@
 """Writing traces: the frames of one rank, a line of JSON each, in a file that survives the process.
 
 A trace is a folder with a file per rank, ``rank_0.jsonl`` and so on. The first line says what it is, the last one that
-it is whole; a trace without that last line was cut by the end of its process. `lockstep.numerics.reading` reads it.
+it is whole; a trace without that last line was cut by the end of its process. `lockstep.numerics.read_trace` reads it.
 """
 
 from __future__ import annotations

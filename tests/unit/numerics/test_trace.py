@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
 from lockstep.numerics import trace as writing
-from lockstep.numerics.reading import open_run
+from lockstep.numerics.read_trace import open_run
 from lockstep.numerics.trace import encode, open_trace
 from tests.unit.numerics.making import FRAMES, call, changed, plain, small_run, stat, write
 
@@ -247,7 +247,7 @@ def test_a_large_trace_is_read_in_little_memory(tmp_path):
             file.write(one.replace(b'"batch":0', b'"batch":%d' % batch))
     size = (tmp_path / "rank_0.jsonl").stat().st_size
     code = (
-        "import resource, sys; from lockstep.numerics.reading import open_run\n"
+        "import resource, sys; from lockstep.numerics.read_trace import open_run\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "print(sum(1 for _ in open_run(sys.argv[1]).traces[0].batches()))\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
