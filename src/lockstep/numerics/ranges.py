@@ -50,15 +50,16 @@ def range_of(dtype: torch.dtype) -> Range | None:
         return None
     try:
         info = torch.finfo(dtype)
+        largest, normal, step = float(info.max), float(info.smallest_normal), float(info.eps)
     except (TypeError, RuntimeError):  # dtypes that pack several numbers into a byte have none
         return None
     plain = str(dtype).removeprefix("torch.")
     name = _NAMES.get(dtype) or plain.replace("float8_", "fp8 ")
     return Range(
         name=name,
-        largest=float(info.max),
-        smallest_normal=float(info.smallest_normal),
-        smallest=float(getattr(info, "smallest_normal", 0.0)) * float(info.eps),
+        largest=largest,
+        smallest_normal=normal,
+        smallest=normal * step,
         has_inf=plain not in _WITHOUT_INF,
     )
 

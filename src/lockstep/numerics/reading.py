@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.comm.trees import kind_of, parts
 from lockstep.numerics import stats
 from lockstep.numerics.frames import Frame, Stat
+from lockstep.numerics.ranges import range_of
 from lockstep.numerics.stats import Numbers, noted
 
 _DEPTH = 6
@@ -19,6 +20,11 @@ _DEPTH = 6
 _SMALL = 4096
 """Up to this size a weight's numbers cost no more than the sum that tells whether they are needed."""
 _INPUTS = tuple(f"input[{place}]" for place in range(16))
+_NARROW = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and (limits := range_of(dtype)) and limits.narrow
+)
 Leaf = tuple[str, Any]
 
 
@@ -122,7 +128,7 @@ class Reader:
                 self.half = True
             found: Any = self._remembered(value)
             if found is None:
-                found = stats.measure(value, count=self.thorough or dtype.itemsize < 4)
+                found = stats.measure(value, count=self._count(dtype))
                 if isinstance(found, Numbers):
                     found = self._remember(value, found)
                 else:
@@ -133,6 +139,10 @@ class Reader:
             for (place, value), numbers in zip(waiting, fetched, strict=True):
                 rows[place] = rows[place]._replace(numbers=self._remember(value, numbers))
         return rows
+
+    def _count(self, dtype: torch.dtype) -> int:
+        """Narrow dtypes lose values in ordinary training, others only where their smallest value shows it."""
+        return stats.ALWAYS if self.thorough or dtype in _NARROW else stats.WHERE_SEEN
 
     def _remembered(self, tensor: Tensor) -> Numbers | None:
         known = self._memo.get(id(tensor))
@@ -157,7 +167,7 @@ class Reader:
             if not self.thorough and tensor.numel() > _SMALL and stats.sum_is_finite(tensor):
                 found = Later(tensor)
             else:
-                found = stats.fetch([stats.measure(tensor, count=self.thorough)])[0]
+                found = stats.fetch([stats.measure(tensor, count=stats.ALWAYS if self.thorough else stats.NEVER)])[0]
             self._weights[id(tensor)] = (weakref.ref(tensor), version, found)
         return Row(name, tensor.dtype, tensor.shape, found)
 

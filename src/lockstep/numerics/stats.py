@@ -1,8 +1,8 @@
 """The numbers of a tensor in one pass: smallest and largest absolute value, NaN, infinity, and what underflowed.
 
 A float's bits without the sign are ordered as its absolute value is, with infinity above all numbers and NaN above
-that. So one reading of the bits as integers tells it all. Tensors are read in pieces that fit into the cache and are never
-copied whole. On an accelerator nothing is waited for until ``fetch``, which gets the numbers of all tensors at once.
+that. So one reading of the bits as integers tells it all. Tensors are read in pieces that fit into the cache and are
+never copied whole. On an accelerator nothing is waited for until ``fetch``, which gets all tensors' numbers at once.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ CHUNK = 1 << 17
 """Elements read at a time on the CPU: as 4-byte integers half a megabyte, which stays in the second-level cache."""
 DEVICE_CHUNK = 1 << 24
 """On an accelerator, where starting a kernel is what costs."""
+NEVER, WHERE_SEEN, ALWAYS = 0, 1, 2
+"""When to count what underflowed. That the smallest value is subnormal is free to know; wide dtypes need no more."""
 nan, inf = math.nan, math.inf
 
 
@@ -101,45 +103,50 @@ _buffers = _Buffers()
 # --- one tensor ------------------------------------------------------------------------------------------------------
 
 
-def measure(tensor: Tensor, *, count: bool = False) -> Numbers | Pending:
-    """The numbers of one tensor; on an accelerator a promise of them. ``count`` asks for the share that underflowed.
+def measure(tensor: Tensor, *, count: int = NEVER) -> Numbers | Pending:
+    """The numbers of one tensor; on an accelerator a promise of them. ``count`` says when to count what underflowed.
 
     Never raises: what cannot be read is said in the note.
     """
     try:
         bits = _BITS.get(tensor.dtype)
-        if bits is None or tensor.layout is not torch.strided or tensor.is_meta:
+        if bits is None or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg() or tensor.is_meta:
             return _uncommon(tensor, count)
         if tensor.is_cpu:
             return _on_host(tensor.detach(), bits, count)
-        return Pending.of(tensor.detach(), bits, count)
+        return Pending.of(tensor.detach(), bits, count == ALWAYS)
     except Exception as error:  # a tensor type of the user's own may refuse anything; his run goes on
         return noted(f"unreadable {type(tensor).__name__}: {type(error).__name__}")
 
 
-def _on_host(tensor: Tensor, bits: _Bits, count: bool) -> Numbers:
+def _on_host(tensor: Tensor, bits: _Bits, count: int) -> Numbers:
     size = tensor.numel()
     if size == 0:
         return noted("empty")
     view = tensor.view(bits.integer)
     if size <= CHUNK:
         masked = view & bits.mask
-        lowest, highest = (one.item() for one in torch.aminmax(masked))
-        zeros = normals = None
-        if count:
-            zeros, normals = _counted(masked, bits, int(lowest))
-        return _numbers(tensor, bits, int(lowest), int(highest), size, zeros, normals)
+        low, high = torch.aminmax(masked)
+        lowest, highest = int(low.item()), int(high.item())
+        if count == ALWAYS or (count and 0 < lowest < bits.normal):
+            return _numbers(tensor, bits, lowest, highest, size, *_counted(masked, bits, lowest))
+        return _numbers(tensor, bits, lowest, highest, size, None, None)
     lowest, highest = bits.mask, 0
-    zeros = normals = 0
+    size = zeros = normals = 0  # of what is read: of a row that is shown many times only one
     for piece in pieces(view, CHUNK):
         masked = _buffers.get(bits.integer, piece.numel()).view(piece.shape)
         torch.bitwise_and(piece, bits.mask, out=masked)
-        low, high = (one.item() for one in torch.aminmax(masked))
-        lowest, highest = min(lowest, int(low)), max(highest, int(high))
-        if count:
-            more_zeros, more_normals = _counted(masked, bits, int(low))
+        size += piece.numel()
+        low, high = torch.aminmax(masked)
+        least, most = int(low.item()), int(high.item())
+        lowest, highest = min(lowest, least), max(highest, most)
+        if count == ALWAYS:
+            more_zeros, more_normals = _counted(masked, bits, least)
             zeros, normals = zeros + more_zeros, normals + more_normals
-    return _numbers(tensor, bits, lowest, highest, size, *((zeros, normals) if count else (None, None)))
+    if count == WHERE_SEEN and 0 < lowest < bits.normal:
+        return _on_host(tensor, bits, ALWAYS)
+    counted = (zeros, normals) if count == ALWAYS else (None, None)
+    return _numbers(tensor, bits, lowest, highest, size, *counted)
 
 
 def _counted(masked: Tensor, bits: _Bits, lowest: int) -> tuple[int, int]:
@@ -191,7 +198,7 @@ def _rows(tensor: Tensor, size: int) -> Iterator[Tensor]:
 # --- kinds that are seldom met ---------------------------------------------------------------------------------------
 
 
-def _uncommon(tensor: Tensor, count: bool) -> Numbers | Pending:
+def _uncommon(tensor: Tensor, count: int) -> Numbers | Pending:
     if tensor.is_meta:
         return noted("on meta")
     if getattr(tensor, "to_local", None) is not None:
@@ -213,13 +220,13 @@ def _uncommon(tensor: Tensor, count: bool) -> Numbers | Pending:
     return _joined([_cast(part, count) for part in parts], [part.numel() for part in parts])
 
 
-def _cast(piece: Tensor, count: bool) -> Numbers:
+def _cast(piece: Tensor, count: int) -> Numbers:
     """A piece of a dtype that has no reading of its own, by way of a wider one; complex numbers by their size."""
     limits = range_of(piece.dtype)
     if piece.dtype.is_complex:
         wide = (piece if piece.dtype is not torch.complex32 else piece.to(torch.complex64)).abs()
     else:
-        wide = piece.to(torch.float32)
+        wide = (piece if piece.dtype is torch.float64 else piece.to(torch.float32)).resolve_neg()
     found = _fetched(measure(wide))
     if not count or limits is None or found.note:
         return found
@@ -233,14 +240,18 @@ def _integers(tensor: Tensor) -> Numbers:
     for piece in pieces(tensor, CHUNK if tensor.is_cpu else DEVICE_CHUNK):
         part = piece.to(_WIDER.get(piece.dtype, piece.dtype))
         least, most = (one.item() for one in torch.aminmax(part))
-        near = least if least >= 0 else -most if most <= 0 else part.abs().min().item()
+        near = least if least >= 0 else -most if most <= 0 else _least_size(part)
         low = least if low is None else min(low, least)
         high = most if high is None else max(high, most)
         smallest = near if smallest is None else min(smallest, near)
     if low is None or high is None or smallest is None:
         return noted("empty")
-    # The lowest integer has no positive counterpart: its abs is itself.
-    return Numbers(float(abs(smallest)), float(max(abs(low), abs(high))))
+    return Numbers(float(smallest), float(max(abs(low), abs(high))))
+
+
+def _least_size(part: Tensor) -> int:
+    """The smallest absolute value; the lowest integer has no positive counterpart, so it is left out."""
+    return int(part.clamp(min=-torch.iinfo(part.dtype).max).abs().min().item())
 
 
 def _joined(parts: Sequence[Numbers | Pending], sizes: Sequence[int]) -> Numbers:
@@ -277,15 +288,16 @@ class Pending:
         """Start computing."""
         if tensor.numel() == 0:
             return noted("empty")
-        rows = []
+        rows, size = [], 0
         for piece in pieces(tensor.view(bits.integer), DEVICE_CHUNK):
             masked = piece & bits.mask
+            size += piece.numel()
             lowest, highest = torch.aminmax(masked)
             row = [lowest.long(), highest.long(), (masked == bits.infinity).any().long()]
             if count:
                 row += [(masked == 0).sum(), (masked >= bits.normal).sum()]
             rows.append(torch.stack(row))
-        return cls(bits, tensor.numel(), count, torch.stack(rows))
+        return cls(bits, size, count, torch.stack(rows))
 
     def numbers(self, rows: Sequence[Sequence[int]]) -> Numbers:
         """The numbers, from the values as they came from the device."""
@@ -329,7 +341,7 @@ def sum_is_finite(tensor: Tensor) -> bool | None:
     try:
         if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.dtype not in _BITS:
             return None
-        total = tensor.detach().sum(dtype=torch.float32 if tensor.dtype.itemsize < 4 else None)
+        total = tensor.detach().sum(dtype=torch.float32 if tensor.dtype is torch.float16 else None)
         return True if math.isfinite(total.item()) else None
     except Exception:  # as in ``measure``
         return None
