@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from lockstep.numerics.frames import Frame, Stat
 
@@ -39,7 +39,9 @@ def merged_order(orders: Sequence[Sequence[Item]]) -> list[Item]:
                 here = followers.setdefault(item, [])
             else:
                 here.append(item)
-        known = dict.fromkeys([*at_start, *(one for item in known for one in (item, *followers.get(item, ())))])
+        both = (one for item in known for one in (item, *followers.get(item, ())))
+        # What has nothing in common with the rest came later.
+        known = dict.fromkeys([*at_start, *both] if followers else [*known, *at_start])
     return list(known)
 
 
@@ -98,3 +100,44 @@ def _merged_stat(stats: Sequence[Stat]) -> Stat:
 def _numbers(values: Iterable[float]) -> list[float]:
     """Without nan, which would be the smallest and the largest or not, as it comes first or last."""
     return [value for value in values if not math.isnan(value)]
+
+
+# ---------------------------------------------------------------- batch by batch
+
+
+class Source(Protocol):
+    """The trace of one rank, as `lockstep.numerics.read_trace.Trace` is."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether it was closed; known once all its batches were read."""
+        ...
+
+    def batches(self) -> Iterator[tuple[int, list[Frame]]]:
+        """The frames of each batch, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has of a batch, and whether its trace was cut in it."""
+
+    frames: list[Frame]
+    cut: bool
+
+
+Parts = dict[int | None, Part]
+
+
+def by_batch(ranks: Mapping[int, Source]) -> Iterator[tuple[int, Parts]]:
+    """Batch by batch, what each rank has of it; one batch of each rank is held, and the one after."""
+    streams = {rank: source.batches() for rank, source in ranks.items()}
+    ahead = {rank: next(stream, None) for rank, stream in streams.items()}
+    while any(head is not None for head in ahead.values()):
+        batch = min(head[0] for head in ahead.values() if head is not None)
+        parts: Parts = {}
+        for rank, head in ahead.items():
+            if head is not None and head[0] == batch:
+                ahead[rank] = next(streams[rank], None)
+                parts[rank] = Part(head[1], ahead[rank] is None and not ranks[rank].complete)
+        yield batch, parts

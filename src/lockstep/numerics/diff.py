@@ -5,28 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
-from lockstep.numerics.align import Key, keyed, merged, merged_order, named
+from lockstep.numerics.align import Key, Part, Parts, Source, by_batch, keyed, merged, merged_order, named
 from lockstep.numerics.frames import Frame, Stat
 from lockstep.numerics.tolerance import ABSOLUTE, SHARE, Tolerance, is_parameter
 from lockstep.rundir.ranks import number_ranks
 
 BETWEEN_BATCHES = 0.5
 """Two batches hold other samples: what counts there is a number that halved or doubled."""
-
-
-class Source(Protocol):
-    """The trace of one rank, as `lockstep.numerics.read_trace.Trace` is."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether it was closed; known once all its batches were read."""
-        ...
-
-    def batches(self) -> Iterator[tuple[int, list[Frame]]]:
-        """The frames of each batch, in order."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +81,7 @@ def diff_runs(
     ranks: list[int | None] = [None] if together else [*sorted(set(first) & set(second))]
     tolerances = {rank: Tolerance(rtol, atol) for rank in ranks}
     only: tuple[list[int], list[int]] = ([], [])
-    for batch, left, right in _joined(_by_batch(first), _by_batch(second)):
+    for batch, left, right in _joined(by_batch(first), by_batch(second)):
         if left is None or right is None:
             only[0 if right is None else 1].append(batch)
             continue
@@ -241,14 +227,6 @@ def _module(frame: Frame) -> str:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What one rank has of a batch, and whether its trace was cut in it."""
-
-    frames: list[Frame]
-    cut: bool
-
-
-@dataclass(frozen=True)
 class _Keep:
     """Which frames and tensors are compared."""
 
@@ -267,26 +245,9 @@ class _Keep:
         return [frame for frame in lasting if frame.stats]
 
 
-_Parts = dict[int | None, _Part]
-
-
-def _by_batch(ranks: Mapping[int, Source]) -> Iterator[tuple[int, _Parts]]:
-    """Batch by batch, what each rank has of it; one batch of each rank is held, and the one after."""
-    streams = {rank: source.batches() for rank, source in ranks.items()}
-    ahead = {rank: next(stream, None) for rank, stream in streams.items()}
-    while any(head is not None for head in ahead.values()):
-        batch = min(head[0] for head in ahead.values() if head is not None)
-        parts: _Parts = {}
-        for rank, head in ahead.items():
-            if head is not None and head[0] == batch:
-                ahead[rank] = next(streams[rank], None)
-                parts[rank] = _Part(head[1], ahead[rank] is None and not ranks[rank].complete)
-        yield batch, parts
-
-
 def _joined(
-    first: Iterator[tuple[int, _Parts]], second: Iterator[tuple[int, _Parts]]
-) -> Iterator[tuple[int, _Parts | None, _Parts | None]]:
+    first: Iterator[tuple[int, Parts]], second: Iterator[tuple[int, Parts]]
+) -> Iterator[tuple[int, Parts | None, Parts | None]]:
     one, other = next(first, None), next(second, None)
     while one is not None or other is not None:
         if other is None or (one is not None and one[0] < other[0]):
@@ -301,12 +262,12 @@ def _joined(
             one, other = next(first, None), next(second, None)
 
 
-def _as_one(ranks: Mapping[int | None, _Part]) -> _Parts:
+def _as_one(ranks: Mapping[int | None, Part]) -> Parts:
     parts = [part for _, part in sorted(ranks.items(), key=lambda item: item[0] or 0)]
-    return {None: _Part(merged([part.frames for part in parts]), any(part.cut for part in parts))}
+    return {None: Part(merged([part.frames for part in parts]), any(part.cut for part in parts))}
 
 
-def _cut_alike(left: _Part, right: _Part, where: str, into: Diff) -> tuple[list[Frame], list[Frame]]:
+def _cut_alike(left: Part, right: Part, where: str, into: Diff) -> tuple[list[Frame], list[Frame]]:
     """Both sides up to where a cut trace ends: what its process did not live to do is not missing."""
     if left.cut == right.cut:
         return left.frames, right.frames

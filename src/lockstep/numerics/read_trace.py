@@ -94,7 +94,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
         match = _FILE.fullmatch(named.name)
         return Run(named, _opened({int(match[1]) if match else 0: named}))
     for folder in (named, named / "numerics"):
-        files = _files(folder)
+        files = files_in(folder)
         if files:
             return Run(folder, _opened(files))
     raise ConfigError(f"{named} holds no trace: {_instead(named)} Record one: lockstep numerics record DIR -- train.py")
@@ -104,7 +104,8 @@ def _opened(files: dict[int, Path]) -> dict[int, Trace]:
     return {rank: Trace(file, rank, read_header(file)) for rank, file in sorted(files.items())}
 
 
-def _files(folder: Path) -> dict[int, Path]:
+def files_in(folder: Path) -> dict[int, Path]:
+    """The traces that lie in a folder, by rank."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:
@@ -129,7 +130,7 @@ def _instead(named: Path) -> str:
         return f"it cannot be read ({error.strerror})."
     if not names:
         return "it is empty."
-    deeper = [name for name in names if _files(named / name)]
+    deeper = [name for name in names if files_in(named / name)]
     if deeper:
         return f"those of other runs lie in its folders {', '.join(deeper[:_SHOWN])}; name one of them."
     if {"boxes", "logs"} & set(names):

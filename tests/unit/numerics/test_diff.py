@@ -33,7 +33,7 @@ def place(found):
 
 
 @given(frames=FRAMES)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_a_trace_does_not_differ_from_itself(frames):
     for together in (False, True):
         found = diff(frames, frames, together=together)
@@ -154,6 +154,7 @@ def test_one_order_holds_all_and_keeps_the_first(orders):
 
 def test_what_is_new_stands_behind_what_came_before_it():
     assert merged_order([["a", "b", "c"], ["x", "a", "y", "z", "c"]]) == ["x", "a", "y", "z", "b", "c"]
+    assert merged_order([["a", "b"], ["x", "y"]]) == ["a", "b", "x", "y"]
 
 
 def test_calls_of_one_module_are_told_apart():
