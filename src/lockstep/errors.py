@@ -7,7 +7,7 @@
     │   └── NotYetError (NotImplementedError) a value Accelerate knows and this release does not act on
     ├── UsageError (RuntimeError)             the right objects, called in a way that cannot work
     ├── DataError (RuntimeError)              a sample or batch could not be read, or not be shared between ranks
-    ├── NumericsError (ValueError)            a number became NaN or infinite, or the trace that was asked for is complete
+    ├── NumericsError (ValueError)            a number became NaN or infinite, or a trace is complete, and the run stops
     ├── TopologyError (RuntimeError)          the processes cannot be put together into one job
     ├── PeerFailure (RuntimeError)            this rank is fine; another one failed, or the line to it broke
     ├── RankFailed (RuntimeError)             a function that was started on several processes failed on one of them

@@ -18,13 +18,12 @@ from lockstep.numerics import report
 from lockstep.numerics.batches import Batches
 from lockstep.numerics.frames import FrameSink
 from lockstep.numerics.gradients import Gradients, Updates
+from lockstep.numerics.ranges import SCALER_PATIENCE
 from lockstep.numerics.reading import Reader, Row, Seen, bad, inputs_of, leaves_of
 from lockstep.numerics.report import Hit, Underflow
 from lockstep.numerics.stats import Numbers
-from lockstep.numerics.unwrapping import innermost, is_compiled
+from lockstep.numerics.unwrapping import idle, innermost, is_compiled
 
-SCALER_PATIENCE = 20
-"""In fp16 so many batches in a row may have bad gradients: the loss scaler looks for its scale by trying."""
 _UNDERFLOW_SHARE = 0.5
 """A tensor that lost this much of its values, some of them to subnormals, is told of."""
 _in_backward = torch._C._current_graph_task_id
@@ -48,7 +47,9 @@ class DebugUnderflowOverflow:
         gradients: Look at the backward and at the optimizer's steps, too.
         record: Write frames to a file: a folder, or anything with ``add(frame)`` and ``close()``.
         record_batches: The batches to write; all, when None.
+        detect: Whether a bad number stops the run; False to record only.
         rank: Of this process, for the file's name.
+        world_size: How many processes there are, for the file.
         who: Says which rank and samples the current batch is of, for the report.
         found: Called with the hit instead of printing a report and raising.
     """
@@ -62,8 +63,10 @@ class DebugUnderflowOverflow:
         *,
         gradients: bool = True,
         record: str | os.PathLike[str] | NumericsRecord | FrameSink | None = None,
-        record_batches: Callable[[int], bool] | Iterable[int] | None = None,
+        record_batches: Iterable[int] | None = None,
+        detect: bool = True,
         rank: int = 0,
+        world_size: int | None = None,
         who: Callable[[], str] | None = None,
         found: Callable[[Hit], None] | None = None,
     ) -> None:
@@ -79,8 +82,9 @@ class DebugUnderflowOverflow:
         self._back: deque[Seen] = deque(maxlen=max_frames_to_save)
         self._batches = Batches(self.model)
         self._reader = Reader()
-        self._sink, self._wanted = _open_sink(record, record_batches, rank)
-        self._detects = not self.trace_batch_nums
+        self._sink = _open_sink(record, record_batches, rank, world_size)
+        self._wanted: Callable[[int], bool] = getattr(self._sink, "wants", lambda batch: True)
+        self._detects = detect and not self.trace_batch_nums
         self._tracing = self._recording = False
         self._looking = self._detects
         self._gradients = Gradients(self._reader, self._after_gradient) if gradients else None
@@ -253,10 +257,7 @@ class DebugUnderflowOverflow:
             self._on_hit(hit)
             return
         print(report.tell(hit, who=self._who() if self._who is not None else ""), flush=True)
-        raise NumericsError(
-            f"DebugUnderflowOverflow: inf/nan detected during batch_number={hit.batch} ({hit.line()}), aborting as "
-            "there is no point running further. The report printed above shows the values that led to it."
-        )
+        raise NumericsError(report.reason(hit))
 
 
 class _ModuleHook:
@@ -281,7 +282,7 @@ class _ModuleHook:
         return self._calls - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Nothing, ()
+        return idle()
 
 
 class _RootHook:
@@ -297,26 +298,22 @@ class _RootHook:
             self._call(module, *rest)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Nothing, ()
+        return idle()
 
 
-class _Nothing:
-    """A hook that does nothing."""
+def _open_sink(record: Any, batches: Iterable[int] | None, rank: int, world_size: int | None) -> FrameSink | None:
+    """Where frames go."""
+    if record is None or hasattr(record, "add"):
+        return record
+    from lockstep.numerics.trace import open_trace  # loaded where it is used: few runs are recorded
 
-    def __call__(self, *_: Any) -> None:
-        return None
-
-
-def _open_sink(record: Any, batches: Any, rank: int) -> tuple[FrameSink | None, Callable[[int], bool]]:
-    """Where frames go, and which batches'."""
-    every = 1
     if isinstance(record, NumericsRecord):
-        batches, every = record.batches, record.every
-    if record is not None and not hasattr(record, "add"):
-        from lockstep.numerics.trace import open_trace  # loaded where it is used: few runs are recorded
-
-        record = open_trace(record, rank=rank)
-    if callable(batches):
-        return record, batches
-    chosen = None if batches is None else frozenset(batches)
-    return record, lambda batch: batch % every == 0 if chosen is None else batch in chosen
+        return open_trace(
+            record.path,
+            rank=rank,
+            every=record.every,
+            batches=record.batches,
+            world_size=world_size,
+            format=record.format,
+        )
+    return open_trace(record, rank=rank, batches=None if batches is None else set(batches), world_size=world_size)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.numerics import stats
 from lockstep.numerics.reading import Leaf, Reader, Row, leaves_of
 from lockstep.numerics.stats import Numbers
+from lockstep.numerics.unwrapping import idle
 
 Tell = Callable[[str, str, int, list[Row]], None]
 """Takes a module's name, its kind, which call of it in the batch, and the rows."""
@@ -84,7 +85,7 @@ class _ParameterLook:
         self._gradients.parameter(self._name, self._kind, self._key, gradient)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
+        return idle()
 
 
 class _OutputLook:
@@ -97,17 +98,6 @@ class _OutputLook:
 
     def __call__(self, gradient: Tensor) -> None:
         self._gradients.output(self._name, self._kind, self._call, self._label, gradient)
-
-
-class _Nothing:
-    """A hook that does nothing."""
-
-    def __call__(self, *_: Any) -> None:
-        return None
-
-
-def _nothing() -> _Nothing:
-    return _Nothing()
 
 
 class Updates:

@@ -9,6 +9,8 @@ import torch
 
 NEAR = 0.1
 """A value above this part of the largest one is close to the edge: a few additions or one scaling lead over it."""
+SCALER_PATIENCE = 20
+"""In fp16 so many updates in a row may overflow: the loss scaler looks for its scale by trying."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,9 +100,9 @@ def render(frames: Sequence[Frame]) -> str:
     return "\n".join(lines)
 
 
-def tell(hit: Hit, *, who: str = "") -> str:
+def tell(hit: Hit, *, who: str = "", title: str = "") -> str:
     """The whole report; ``who`` says which rank and which samples, where that is known."""
-    lines = ["", f"Detected inf/nan during batch_number={hit.batch}"]
+    lines = ["", title or f"Detected inf/nan during batch_number={hit.batch}"]
     lines += [f"in {who}"] if who else []
     lines += ["in an evaluation pass after that batch"] if hit.evaluation else []
     lines += [f"Last {len(hit.frames)} {hit.phase} frames:", HEADER, render(hit.frames), ""]
@@ -110,6 +110,14 @@ def tell(hit: Hit, *, who: str = "") -> str:
     shown = sorted(hit.underflows, key=lambda one: -one.share)[:_SHOWN_UNDERFLOWS]
     lines += [f"Underflow: {one}." for one in shown]
     return "\n".join([*lines, ""])
+
+
+def reason(hit: Hit) -> str:
+    """Why the run was stopped, for the exception."""
+    return (
+        f"DebugUnderflowOverflow: inf/nan detected during batch_number={hit.batch} ({hit.line()}), aborting as there "
+        "is no point running further. The report printed above shows the values that led to it."
+    )
 
 
 # --- what to do ------------------------------------------------------------------------------------------------------
@@ -163,7 +171,7 @@ def _without_range(frame: Frame, stat: Stat) -> str:
         )
     return (
         "Its inputs and parameters are finite, so the module made it: a division by zero, an exponential, or a "
-        "logarithm of zero. Bound what goes into it (clamp), or lower the learning rate if the values have been growing."
+        "logarithm of zero. Bound what goes into it (clamp), or lower the learning rate if the values grow."
     )
 
 
