@@ -16,14 +16,22 @@ Key = tuple[str, str, int, int]
 
 
 def keyed(frames: Iterable[Frame]) -> dict[Key, Frame]:
-    """The frames of one batch by what makes them the same call, in order of execution."""
+    """The frames of one batch by what makes them the same call, in order of execution.
+
+    The gradients of a module's parameters come one by one, in an order that no two runs need to share: frames of one
+    call that have no tensor in common are parts of one.
+    """
     found: dict[Key, Frame] = {}
     seen: Counter[tuple[str, str, int]] = Counter()
     for frame in frames:
         call = (frame.phase, frame.module, frame.call)
-        key = (*call, seen[call])
-        found[key] = frame
-        seen[call] += 1
+        before = found.get((*call, seen[call] - 1))
+        if before is not None and not {stat.name for stat in before.stats} & {stat.name for stat in frame.stats}:
+            found[(*call, seen[call] - 1)] = replace(before, stats=before.stats + frame.stats)
+        else:
+            key = (*call, seen[call])
+            found[key] = frame
+            seen[call] += 1
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from lockstep.numerics.align import Key, Part, Parts, Source, by_batch, keyed, merged, merged_order, named
 from lockstep.numerics.frames import Frame, Stat
-from lockstep.numerics.tolerance import ABSOLUTE, SHARE, Tolerance, is_parameter
+from lockstep.numerics.tolerance import ABSOLUTE, COARSE, SHARE, Tolerance, is_parameter
 from lockstep.rundir.ranks import number_ranks
 
 BETWEEN_BATCHES = 0.5
@@ -185,6 +185,8 @@ def unlike(
         ("abs min", first.abs_min, second.abs_min),
     ):
         apart = _apart(one, other)
+        if what == "abs min" and tolerance >= COARSE:
+            continue
         if apart > tolerance * scale + absolute:
             return what, apart / scale if scale and math.isfinite(apart) else math.inf
     if first.dtype == second.dtype and first.tiny is not None and second.tiny is not None:

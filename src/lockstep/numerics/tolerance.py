@@ -23,8 +23,15 @@ BY_DTYPE = {
 }
 """Dtype -> tolerated difference, as a share of the tensor's largest value; about ten roundings. Others are exact."""
 
+GRADIENTS = 3.0
+"""So much more is tolerated of gradients, which sum up the roundings of all samples, and of what was moved by them. Six
+encoder layers in bf16 against fp32, 20 steps: up to 1.2 % apart in the forward pass, 12 % in the backward pass."""
+
 ABSOLUTE = 1e-8
 """Below this two numbers are the same whatever their ratio: where zero is meant, rounding leaves such remains."""
+
+COARSE = 1e-3
+"""From this tolerance on the smallest value is not compared: what is zero in one run is a rounding in the other."""
 
 SHARE = 0.01
 """Tolerated difference of the share of values that underflowed."""
@@ -66,7 +73,9 @@ class Tolerance:
             return self.fixed
         if own == 0.0:
             return 0.0
-        return max(own, self._before if is_parameter(frame, first) else self._way)
+        if is_parameter(frame, first):
+            return max(own, GRADIENTS * self._before)
+        return max(own, self._way) * (1.0 if frame.phase == "forward" else GRADIENTS)
 
 
 def _of(stat: Stat) -> float:

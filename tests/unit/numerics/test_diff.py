@@ -195,14 +195,33 @@ def test_a_rounding_travels_on_but_not_into_parameters_of_its_own_batch():
 
     assert found(0, 0.03) == ["weight"]  # no step has been made: it must be the same
     assert found(7, 0.03) == []  # seven steps in bf16 have
-    assert found(7, 0.1) == ["weight", "output"]
+    assert found(7, 0.1) == ["output"]  # these add up
+    assert found(7, 0.3) == ["weight", "output"]
     two = [*run(0, "bfloat16", 0.0), *run(1, "bfloat16", 0.03)]
     assert not diff([*run(0, "float32", 0.0), *run(1, "float32", 0.0)], two).parted
+
+
+def test_gradients_are_given_more_room():
+    def parts(phase):
+        first = [call(0, "a", stat("x", "bfloat16", high=1.0), phase=phase)]
+        return diff(first, changed(first, 0, 0, abs_max=1.1)).parted
+
+    assert parts("forward")
+    assert not parts("backward")
+    assert not parts("optimizer")
+
+
+def test_gradients_of_one_module_come_in_any_order():
+    parts = [call(0, "a", stat(f"{name}.grad", high=high), phase="backward") for name, high in (("w", 1.0), ("b", 2.0))]
+    found = diff([call(0, "a", stat("grad_output[0]"), phase="backward"), *parts], [parts[1], parts[0]])
+    assert found.differences == []
+    assert list(found.missing) == ["a (Linear), grad_output[0]"]
 
 
 def test_a_smallest_value_is_measured_by_the_largest():
     assert unlike(stat(low=1e-9, high=1.0), stat(low=3e-6, high=1.0), 1e-5) is None
     assert unlike(stat(low=1e-3, high=1.0), stat(low=3e-3, high=1.0), 1e-5) == ("abs min", pytest.approx(2e-3))
+    assert unlike(stat(low=0.0, high=1.0), stat(low=0.5, high=1.0), 1e-2) is None
 
 
 def test_remains_of_zero_are_alike():
