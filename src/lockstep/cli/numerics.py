@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,20 +139,9 @@ def _diff(arguments: argparse.Namespace) -> int:
         if value is not None and not value >= 0:
             raise ConfigError(f"--{name} {value} must be 0 or more.")
     first = read_trace.open_run(arguments.run)
-    tolerance = {"rtol": arguments.rtol, "atol": arguments.atol}
-    if arguments.batches is not None:
-        names = [f"batch {batch}" for batch in arguments.batches]
-        found = diff_batches(*_two_batches(first, arguments.batches), **tolerance)
-        found.notes += first.notes
-    elif arguments.ranks is not None:
-        names = [f"rank {rank}" for rank in arguments.ranks]
-        one, other = (_rank(first, rank) for rank in arguments.ranks)
-        whole = arguments.all_tensors
-        found = diff_runs({one.rank: one}, {one.rank: other}, parameters_only=not whole, **tolerance)
-        found.notes += [*one.notes, *other.notes]
-    else:
-        names = [str(arguments.run), str(arguments.other)]
-        found = _two_runs(first, read_trace.open_run(arguments.other), tolerance)
+    second = None if arguments.other is None else read_trace.open_run(arguments.other)
+    with _progress(first, *([second] if second else [])):
+        found, names = _compared(arguments, first, second)
     if not found.batches:
         raise ConfigError(f"{names[0]} and {names[1]} have no batch in common. " + " ".join(found.notes))
     if arguments.json:
@@ -159,6 +149,33 @@ def _diff(arguments: argparse.Namespace) -> int:
     else:
         _show(found, names, max(0, arguments.limit))
     return 1 if found.parted else 0
+
+
+def _compared(arguments: argparse.Namespace, first: Run, second: Run | None) -> tuple[Diff, list[str]]:
+    """The diff that was asked for, and what its two sides are called."""
+    tolerance = {"rtol": arguments.rtol, "atol": arguments.atol}
+    if second is not None:
+        return _two_runs(first, second, tolerance), [str(arguments.run), str(arguments.other)]
+    if arguments.batches is not None:
+        found = diff_batches(*_two_batches(first, arguments.batches), **tolerance)
+        found.notes += first.notes
+        return found, [f"batch {batch}" for batch in arguments.batches]
+    one, other = (_rank(first, rank) for rank in arguments.ranks)
+    found = diff_runs({one.rank: one}, {one.rank: other}, parameters_only=not arguments.all_tensors, **tolerance)
+    found.notes += [*one.notes, *other.notes]
+    return found, [f"rank {rank}" for rank in arguments.ranks]
+
+
+@contextmanager
+def _progress(*runs: Run) -> Iterator[None]:
+    """A count of the batches read, on a terminal; traces can be large."""
+    from tqdm import tqdm
+
+    with tqdm(desc="batches read", unit="", disable=None, leave=False) as bar:
+        for run in runs:
+            for trace in run.traces.values():
+                trace.progress = bar.update
+        yield
 
 
 def _two_runs(first: Run, second: Run, tolerance: Mapping[str, Any]) -> Diff:
@@ -316,8 +333,6 @@ def _value(stat: Stat, one: Difference, beside: Stat) -> str:
 
 
 def _html(arguments: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from lockstep.numerics.html import write_page
 
     run = read_trace.open_run(arguments.run)
@@ -325,12 +340,8 @@ def _html(arguments: argparse.Namespace) -> int:
     beside = run.path.parent if run.path.is_file() else run.path
     out = Path(arguments.out) if arguments.out else beside / PAGE
     title = run.path.resolve().name
-    with tqdm(desc="batches", unit="", disable=None, leave=False) as bar:
-
-        def one_more(batch: int) -> None:
-            bar.update()
-
-        rows, batches = write_page(traces, out, title=title, notes=lambda: run.notes, progress=one_more)
+    with _progress(run):
+        rows, batches = write_page(traces, out, title=title, notes=lambda: run.notes)
     for note in run.notes:
         print(f"Note: {note}", file=sys.stderr)
     print(f"{out}: {rows} rows, {batches} batches.")

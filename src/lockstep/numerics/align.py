@@ -25,9 +25,10 @@ def keyed(frames: Iterable[Frame]) -> dict[Key, Frame]:
     seen: Counter[tuple[str, str, int]] = Counter()
     for frame in frames:
         call = (frame.phase, frame.module, frame.call)
-        before = found.get((*call, seen[call] - 1))
+        last = (*call, seen[call] - 1)
+        before = found.get(last)
         if before is not None and not {stat.name for stat in before.stats} & {stat.name for stat in frame.stats}:
-            found[(*call, seen[call] - 1)] = replace(before, stats=before.stats + frame.stats)
+            found[last] = replace(before, stats=before.stats + frame.stats)
         else:
             key = (*call, seen[call])
             found[key] = frame

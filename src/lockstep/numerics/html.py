@@ -81,12 +81,10 @@ def write_page(
     *,
     title: str,
     notes: Callable[[], list[str]] = list,
-    progress: Callable[[int], None] | None = None,
 ) -> tuple[int, int]:
     """Write the page of these ranks to ``out``; how many rows and batches it has.
 
-    Cells hold the largest value on any rank. ``notes`` is asked at the end, when everything was read, and ``progress``
-    is told each batch.
+    Cells hold the largest value on any rank. ``notes`` is asked at the end, when everything was read.
     """
     part = out.with_name(f".{out.name}.{os.getpid()}")
     table = _Table()
@@ -101,8 +99,6 @@ def write_page(
                     for rank, frame in frames
                 ]
                 _embed(file, f"batch-{len(table.batches) - 1}", json.dumps(packed, separators=(",", ":")).encode())
-                if progress is not None:
-                    progress(batch)
             if not table.batches:
                 raise ConfigError(
                     f"{title}: the trace holds no frame, so there is nothing to draw. " + " ".join(notes())

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ class Trace:
     """Whether it was closed; known once all frames were read."""
     notes: list[str] = field(default_factory=list)
     """What the reader had to pass over, in sentences; filled while frames are read."""
+    progress: Callable[[], object] | None = None
+    """Called at each batch that was read."""
 
     def __iter__(self) -> Iterator[Frame]:
         self.notes.clear()
@@ -57,6 +59,8 @@ class Trace:
                 )
             last = batch
             yield batch, list(frames)
+            if self.progress is not None:
+                self.progress()
 
 
 @dataclass(eq=False)
