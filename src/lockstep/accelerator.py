@@ -542,6 +542,8 @@ class Accelerator(ProcessView, Talk, DataOptions, Watched):
                 accumulation.settle_items(self._group, self._parameters())
             elif not accumulation.settled:
                 accumulation.settle(self._parameters())
+        if self._watch is not None and self._watch.pending:
+            self._watch.tell()
 
     def _round_number(self) -> int | None:
         """Which batch of the epoch this is: the same on all ranks, unless one of them has skipped an update."""
@@ -583,7 +585,8 @@ class Accelerator(ProcessView, Talk, DataOptions, Watched):
         self.unscale_gradients(self._owners(chosen))
         due = self._accumulation.sync_gradients
         scale = 1.0 if due or self._scaler is None else self._scaler.current()
-        norm = clip.clip_norm(chosen, max_norm, norm_type, due=due, scale=scale)
+        sparing = self._watch is not None and self._watch.spares
+        norm = clip.clip_norm(chosen, max_norm, norm_type, due=due, scale=scale, sparing=sparing)
         if self._watch is not None and due:
             self._watch.norm(norm, chosen)
         return norm

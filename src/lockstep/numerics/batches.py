@@ -24,7 +24,7 @@ class Batches:
         self._finished = 0
         self._trained = False
         self.current = 0
-        """The batch that is being worked on, or else the next; in evaluation after training, the last one."""
+        """The batch that is being worked on, its backward and update included; in evaluation, the one before it."""
         self.counts = True
         """Whether the forward under way is one of the batches."""
         self.serial = 0

@@ -96,8 +96,8 @@ class DebugUnderflowOverflow:
 
     @property
     def batch_number(self) -> int:
-        """The batch that is being worked on, or else the next."""
-        return self._batches.current if self._batches.counts else self._batches.finished
+        """The batch whose forward is under way, or else the next."""
+        return self._batches.finished
 
     # --- hooks -------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class Teller:
         self._hits = 0
         self._silent = False
 
-    def warn(self, what: str, samples: Any, forwards: list[Forward]) -> None:
+    def warn(self, update: int, what: str, samples: Any, forwards: list[Forward]) -> None:
         """Tell of the first bad number, and now and then that there are more."""
         self._hits += 1
         if self._hits == 1:
@@ -43,9 +43,9 @@ class Teller:
             return
         if self._hits == 1:
             mine = self._finding(what, samples, forwards)
-            self.log(f"Update {self._around.update() + 1}, {mine.headline()}.\n{mine.report}\n{_CHOICES}")
+            self.log(f"Update {update}, {mine.headline()}.\n{mine.report}\n{_CHOICES}")
         elif self._hits in _TOLD_AT:
-            self.log(f"Update {self._around.update() + 1}: {what}; {self._hits} bad numbers so far.")
+            self.log(f"Update {update}: {what}; {self._hits} bad numbers so far.")
 
     def update(self, what: str, samples: Any, forwards: list[Forward], *, alone: bool) -> tuple[str, bool]:
         """Called on: all ranks, unless ``alone``. What is to be told of an update; whether this rank tells it."""
@@ -66,6 +66,8 @@ class Teller:
         if hit is not None:
             words = report.tell(hit, title=_AGAIN).strip()
             what = what or hit.line()
+        elif "norm" in what:
+            words = "The forward is finite, the backward is not; clipping has spread it over all gradients."
         elif "loss is" not in what:
             words = _bad_gradients(self._models) or words
         spelled = self._around.spell(samples)

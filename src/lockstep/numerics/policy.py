@@ -60,8 +60,15 @@ class Watch:
         self._handles: list[Any] = []
         self._bad_loss: tuple[str, Any, list[Forward]] | None = None
         self._norm: tuple[Tensor, frozenset[int]] | None = None
+        self.pending = 0
+        """The update whose loss is bad, which is to be told; 0 when there is none."""
         self._dropped = 0
         """Updates in a row that the loss scaler has dropped."""
+
+    @property
+    def spares(self) -> bool:
+        """Whether clipping is to leave gradients with a bad norm as they are, so that it can be seen which are bad."""
+        return self._updating and self._late is None
 
     @property
     def guards(self) -> bool:
@@ -100,12 +107,18 @@ class Watch:
         value = loss.item() if loss.numel() == 1 else loss.detach().sum().item()
         if math.isfinite(value):
             return loss
-        found = (f"the loss is {value}", self._around.samples(), list(self._recent)[-1:])
-        if not self._updating:
-            self._teller.warn(*found)
-            return loss
-        self._bad_loss = self._bad_loss or found
-        return loss * math.nan
+        self._bad_loss = self._bad_loss or (
+            f"the loss is {value}", self._around.samples(), list(self._recent)[-1:]
+        )  # fmt: skip
+        self.pending = 0 if self._updating else self._around.update() + 1
+        return loss * math.nan if self._updating else loss
+
+    def tell(self) -> None:
+        """After the backward of a bad loss: tell of it. Not before, as running a batch again may change its inputs."""
+        found, self._bad_loss = self._bad_loss, None
+        if found is not None:
+            self._teller.warn(self.pending, *found)
+        self.pending = 0
 
     def norm(self, norm: Tensor, parameters: Iterable[Tensor]) -> None:
         """Look at a gradient norm that clipping has computed for an update."""
@@ -116,7 +129,9 @@ class Watch:
         elif self._late is not None:
             self._look_later("the gradient norm", norm)
         elif not math.isfinite(norm.item()):
-            self._teller.warn(f"the gradient norm is {norm.item()}", self._around.samples(), list(self._recent))
+            self._teller.warn(
+                self._around.update(), f"the gradient norm is {norm.item()}", self._around.samples(), list(self._recent)
+            )
 
     def refuses(self, parameters: Sequence[Tensor]) -> bool:
         """Called on: all ranks. Whether the update of these parameters is to be dropped; raises where it is to stop."""
@@ -163,7 +178,9 @@ class Watch:
     def _look_later(self, what: str, value: Tensor) -> None:
         if self._late is not None:
             for bad in self._late.ready():
-                self._teller.warn(f"{bad.what} was {bad.value} a step ago", bad.samples, bad.forwards)
+                self._teller.warn(
+                    self._around.update(), f"{bad.what} was {bad.value} a step ago", bad.samples, bad.forwards
+                )
             self._late.put(what, value, self._around.samples(), list(self._recent)[-1:])
 
 

@@ -27,7 +27,8 @@ def replay(forward: Forward) -> Hit | str | None:
     Python's or numpy's generators are not the same again.
     """
     model = forward.model
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    # Others in their place, not the old values restored: autograd would see that they were written to.
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
     def stop(hit: Hit) -> None:
         raise _Found(hit)
@@ -38,15 +39,11 @@ def replay(forward: Forward) -> Hit | str | None:
             _same_numbers(forward),
             DebugUnderflowOverflow(model, gradients=False, found=stop),
         ):
-            model(*forward.args, **forward.kwargs)
+            torch.func.functional_call(model, buffers, forward.args, forward.kwargs)
     except _Found as found:
         return found.hit
     except Exception as error:  # a model that keeps what it saw may refuse to see it twice
-        return f"{type(error).__name__}: {error}"
-    finally:
-        with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return None
 
 
