@@ -204,27 +204,26 @@ def test_jobs_are_recorded_compared_across_world_sizes_and_shown(tmp_path, capsy
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    started = []
     for name, processes, arguments in (("two", "2", ()), ("one", "1", ("2.5",))):
-        words = [
-            "record",
-            str(tmp_path / name),
-            "--every",
-            "2",
-            "--",
-            "--cpu",
-            "--num_processes",
-            processes,
-            str(script),
-        ]
-        done = subprocess.run(
-            [sys.executable, "-m", "lockstep", "numerics", *words, *arguments],
-            env=environ,
-            cwd=tmp_path,
-            timeout=120,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+        words = ["record", name, "--every", "2", "--", "--cpu", "--num_processes", processes, "train.py", *arguments]
+        with open(tmp_path / f"{name}.log", "wb") as log:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "lockstep", "numerics", *words],
+                    env=environ,
+                    cwd=tmp_path,
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+    try:
+        codes = [job.wait(120) for job in started]
+    finally:
+        for job in started:
+            job.terminate()
+            job.wait()
+    assert codes == [0, 0], "".join((tmp_path / f"{name}.log").read_text() for name in ("two", "one"))
     assert sorted(os.listdir(tmp_path / "two")) == ["rank_0.jsonl", "rank_1.jsonl"]
     assert numerics("diff", tmp_path / "two", "--ranks", 0, 1) == 0
     assert numerics("diff", tmp_path / "two", "--ranks", 0, 1, "--all-tensors") == 1  # they have other samples

@@ -68,8 +68,8 @@ def same(one, other):
 
 
 def same_bits(one, other):
-    one, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(one, other)
+    flat = (tensor.flatten().clone(memory_format=torch.contiguous_format) for tensor in (one, other))
+    return torch.equal(*(tensor.view(torch.uint8) for tensor in flat))
 
 
 def check(found, tensor):
