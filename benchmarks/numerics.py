@@ -3,10 +3,10 @@
     python benchmarks/numerics.py               statistics, the detector, the tier that is always on
     python benchmarks/numerics.py --only stats
 
-Each contender has a model of its own with the same weights. ``none`` is the model without a detector. The bars: statistics
-of a tensor of 1M elements and more at least 8 times as fast; the detector adds at most a fifth of what the other one
-adds; the tier that is always on adds at most 3 % to a training step. The other detector looks at forwards only; ours is
-measured twice, as it is (gradients and updates looked at too), and with ``gradients=False``.
+Each contender has a model of its own with the same weights. ``none`` is the model without a detector. The bars:
+statistics of a tensor of 1M elements and more at least 8 times as fast; the detector adds at most a fifth of what the
+other one adds; the tier that is always on adds at most 3 % to a training step. The other detector looks at forwards
+only; ours is measured twice, as it is (gradients and updates looked at too), and with ``gradients=False``.
 """
 
 from __future__ import annotations

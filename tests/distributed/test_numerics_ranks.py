@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from lockstep import Accelerator, NumericsError, PeerFailure
 from lockstep.debug_utils import DebugUnderflowOverflow
 from lockstep.testing import run_ranks
 
+ROOT = Path(__file__).resolve().parents[2]
 BAD = 5
 """The sample that is zero: of the third round of batches of one, rank 1's."""
 
@@ -138,3 +142,21 @@ def test_a_model_in_ddp_is_looked_through_and_micro_batches_count() -> None:
         assert forward == [(batch, module) for batch in range(6) for module in ("first", "middle", "last", "")]
         backward = {(batch, module) for batch, phase, module in names[:-1] if phase == "backward"}
         assert backward == {(batch, module) for batch in range(6) for module in ("first", "middle", "last")}
+
+
+def test_a_job_is_debugged_without_a_change_to_its_script() -> None:
+    """By the launcher's flag alone; each rank gets its own exit, and the job tells the report once."""
+    job = subprocess.run(
+        [
+            *(sys.executable, "-m", "lockstep", "launch", "--cpu", "--num_processes", "2"),
+            *("--debug=underflow_overflow", str(ROOT / "examples" / "overflow.py")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    told = job.stdout + job.stderr
+    assert job.returncode != 0
+    assert told.count("Detected inf/nan during batch_number=13") == 1, told
+    assert "block.scale Growing" in told
+    assert "NumericsError" in told
