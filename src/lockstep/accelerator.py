@@ -511,7 +511,7 @@ class Accelerator(ProcessView, Talk, DataOptions, Watched):
         number of real samples in the loader's batch, unless another is given.
         """
         accumulation = self._accumulation
-        if self._watch is not None:
+        if self._watch is not None and isinstance(loss, Tensor):
             loss = self._watch.loss(loss)
         if num_items is None and self._settings.reproducible:
             num_items = self._real_samples()

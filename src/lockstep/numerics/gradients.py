@@ -40,14 +40,19 @@ class Gradients:
 
     def watch_outputs(self, name: str, kind: str, call: int, outputs: Any) -> None:
         """Look at the gradients of what a module gave; what an inner module gave already is looked at there."""
+        if isinstance(outputs, Tensor):
+            self._watch(name, kind, call, "grad_output[0]", outputs)
+            return
         for place, value in leaves_of("grad_output", outputs):
-            if not isinstance(value, Tensor) or not value.requires_grad or value.is_leaf:
-                continue
-            known = self._watched.get(id(value))
-            if known is not None and known() is value:
-                continue
+            if isinstance(value, Tensor):
+                self._watch(name, kind, call, place, value)
+
+    def _watch(self, name: str, kind: str, call: int, label: str, value: Tensor) -> None:
+        if not value.requires_grad or value.is_leaf:
+            return
+        known = self._watched.get(id(value))
+        if known is None or known() is not value:
             self._watched[id(value)] = weakref.ref(value)
-            label = "grad_output[0]" if place == "grad_output" else place
             value.register_hook(_OutputLook(self, name, kind, call, label))
 
     def forget(self) -> None:

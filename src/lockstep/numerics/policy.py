@@ -29,8 +29,10 @@ from lockstep.topology.group import Group
 if TYPE_CHECKING:
     from lockstep.numerics.hits import Teller
 
-_KEPT = {NanPolicy.WARN: 2, NanPolicy.SKIP: 4, NanPolicy.STOP: 4}
-"""Forwards remembered: one, and one more where the loss is looked at a step late; a window's where updates are."""
+_KEPT = 4
+"""Forwards remembered where updates are looked at; else it is the last one, and one more where that is a step late."""
+_LOSSES = 64
+"""Losses of one update that are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,9 @@ class Watch:
         self._group, self._around, self._scaled = group, around, scaled
         self._updating = policy in (NanPolicy.STOP, NanPolicy.SKIP)
         self._late = None if group.device.type == "cpu" else Late(group.device)
-        self._recent: deque[Forward] = deque(maxlen=_KEPT.get(policy, 1))
+        self._recent: deque[Forward] = deque(maxlen=_KEPT if self._updating else 1 if self._late is None else 2)
+        self._losses: deque[tuple[Tensor, Any, list[Forward]]] = deque(maxlen=_LOSSES)
+        """Where reading a loss would make the device wait: those of this update, read if its gradient is bad."""
         self._models: list[nn.Module] = []
         self._handles: list[Any] = []
         self._bad_loss: tuple[str, Any, list[Forward]] | None = None
@@ -101,9 +105,8 @@ class Watch:
 
     def loss(self, loss: Tensor) -> Tensor:
         """Look at a loss; the loss for backward, which is NaN in every part if the update is not to be made."""
-        if self._late is not None and not self._updating:
-            self._look_later("the loss", loss)
-            return loss
+        if self._late is not None:
+            return self._unread(loss)
         value = loss.item() if loss.numel() == 1 else loss.detach().sum().item()
         if math.isfinite(value):
             return loss
@@ -112,6 +115,23 @@ class Watch:
         )  # fmt: skip
         self.pending = 0 if self._updating else self._around.update() + 1
         return loss * math.nan if self._updating else loss
+
+    def _unread(self, loss: Tensor) -> Tensor:
+        """The same without reading it, where that would make the device wait."""
+        if not self._updating:
+            self._look_later("the loss", loss)
+            return loss
+        value = loss.detach()
+        self._losses.append((value, self._around.samples(), list(self._recent)[-1:]))
+        return loss * (value * 0 + 1)  # 1, or NaN if the loss is not finite
+
+    def _read_losses(self) -> None:
+        """Find the first bad loss of the update among those that were not read."""
+        for value, samples, forwards in self._losses:
+            number = value.sum().item()
+            if not math.isfinite(number):
+                self._bad_loss = self._bad_loss or (f"the loss is {number}", samples, forwards)
+        self._losses.clear()
 
     def tell(self) -> None:
         """After the backward of a bad loss: tell of it. Not before, as running a batch again may change its inputs."""
@@ -137,12 +157,14 @@ class Watch:
         """Called on: all ranks. Whether the update of these parameters is to be dropped; raises where it is to stop."""
         if not self._updating:
             return False
-        found, self._bad_loss = self._bad_loss, None
-        if self._scaled and found is None:
+        if self._scaled and self._bad_loss is None:
             return False  # the scaler sees the same gradients, and drops what overflows
         value = math.nan if self._scaled else self._gradient(parameters)
-        if math.isfinite(value) and found is None:
+        if math.isfinite(value) and self._bad_loss is None:
+            self._losses.clear()
             return False
+        self._read_losses()
+        found, self._bad_loss = self._bad_loss, None
         # With a scaler the other ranks drop this update as they drop any overflow: there is nothing to put together.
         what, samples, forwards = found or ("", self._around.samples(), list(self._recent))
         head = what if self._scaled else f"the gradient of update {self._around.update()} is {value}"
@@ -156,6 +178,11 @@ class Watch:
 
     def stepped(self, dropped: bool) -> None:
         """An update in fp16 was made, or dropped by the loss scaler."""
+        if dropped and self._losses:
+            self._read_losses()
+            if self._bad_loss is not None:
+                self.refuses(())
+        self._losses.clear()
         self._dropped = self._dropped + 1 if dropped else 0
         if self._dropped != SCALER_PATIENCE:
             return

@@ -245,6 +245,40 @@ def test_copies_and_pickles_carry_nothing_of_it() -> None:
     assert not model._forward_pre_hooks
 
 
+# ---------------------------------------------------------------- as on accelerators
+
+
+def unread(policy: str, steps: list[str], **options: Any) -> tuple[nn.Module, list[bool]]:
+    """The way of accelerators, where no loss is read at once; what it does runs on the CPU as well."""
+    accelerator = Accelerator(nan_policy=policy, **options)
+    accelerator._watch._late = Late(torch.device("cpu"))
+    model = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    skipped = []
+    for step in steps:
+        loss = model(torch.ones(1, 1)).sum()
+        accelerator.backward(loss + math.inf if step == "inf" else loss * math.nan if step == "nan" else loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+    return model, skipped
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("bad", ["inf", "nan"])
+def test_an_unread_loss_is_dropped_and_named(bad: str, precision: str, caplog: Log) -> None:
+    model, skipped = unread("skip", ["", bad, "", ""], mixed_precision=precision)
+    assert skipped == [False, True, False, False]
+    assert finite(model)
+    (line,) = told(caplog)
+    assert f"the loss is {bad}" in line
+
+
+def test_an_unread_loss_is_told_a_step_late(caplog: Log) -> None:
+    unread("warn", ["", "nan", ""])
+    assert told(caplog)[0].startswith("Update 2, the loss was nan a step ago.\n")
+
+
 # ---------------------------------------------------------------- fp16
 
 
