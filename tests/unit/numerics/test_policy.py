@@ -267,7 +267,8 @@ def unread(policy: str, steps: list[str], **options: Any) -> tuple[nn.Module, li
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 @pytest.mark.parametrize("bad", ["inf", "nan"])
 def test_an_unread_loss_is_dropped_and_named(bad: str, precision: str, caplog: Log) -> None:
-    model, skipped = unread("skip", ["", bad, "", ""], mixed_precision=precision)
+    handlers = [GradScalerKwargs(init_scale=1.0)]
+    model, skipped = unread("skip", ["", bad, "", ""], mixed_precision=precision, kwargs_handlers=handlers)
     assert skipped == [False, True, False, False]
     assert finite(model)
     (line,) = told(caplog)
