@@ -30,11 +30,15 @@ from lockstep.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from lockstep.config.recording import read_recording
 from lockstep.config.settings import read_settings
 from lockstep.data.loader import PreparedDataLoader
 from lockstep.data.options import DataOptions
 from lockstep.data.prepare import prepare_loader, skip_first_batches
+from lockstep.data.round import Round, name_samples
 from lockstep.errors import UsageError
+from lockstep.numerics.policy import Surroundings
+from lockstep.numerics.watched import Watched
 from lockstep.optim import clip, horizon
 from lockstep.optim.accumulation import Accumulation, silenced
 from lockstep.optim.guard import refuse_strangers
@@ -65,13 +69,15 @@ _LATER = (
 """Names of the known interface that this release does not have."""
 
 
-class Accelerator(ProcessView, Talk, DataOptions):
+class Accelerator(ProcessView, Talk, DataOptions, Watched):
     """Runs a training script on one device or many.
 
     Arguments are those of Accelerate, with these additions: ``step_with_optimizer`` is the guides' name for
     ``step_scheduler_with_optimizer``; ``scheduler_unit="update"`` makes one ``scheduler.step()`` one step on any number
-    of processes; ``debug`` verifies each collective before it runs; ``reproducible`` makes the same parameters on any
-    number of processes, as long as the effective batch is the same. Whatever cannot be honoured raises here.
+    of processes; ``debug`` verifies each collective before it runs, or with ``"underflow_overflow"`` looks for the
+    first NaN or infinity in every module; ``nan_policy`` is what is done about a loss or gradient that is no number:
+    "warn", "skip" the update, "stop" or "off"; ``reproducible`` makes the same parameters on any number of processes,
+    as long as the effective batch is the same. Whatever cannot be honoured raises here.
     """
 
     def __init__(
@@ -102,9 +108,11 @@ class Accelerator(ProcessView, Talk, DataOptions):
         scheduler_unit: str = "process",
         debug: bool | str | Iterable[str] | None = None,
         reproducible: bool | None = None,
+        nan_policy: str | None = None,
     ) -> None:
+        environ = env.snapshot()
         self._settings = settings = read_settings(
-            env.snapshot(),
+            environ,
             device_placement=device_placement,
             split_batches=split_batches,
             mixed_precision=mixed_precision,
@@ -122,6 +130,7 @@ class Accelerator(ProcessView, Talk, DataOptions):
             dynamo_plugin=dynamo_plugin,
             scheduler_unit=scheduler_unit,
             debug=debug,
+            nan_policy=nan_policy,
             reproducible=reproducible,
             not_built={
                 "deepspeed_plugin": deepspeed_plugin,
@@ -163,6 +172,19 @@ class Accelerator(ProcessView, Talk, DataOptions):
         self._record: Record | None = None
         """How the run is set up; None before its first update."""
         self._guarded = False
+        self._start_watching(
+            self._group,
+            settings.nan_policy,
+            settings.debug,
+            read_recording(environ),
+            scaled=self._scaler is not None,
+            around=Surroundings(
+                samples=self._current_round,
+                spell=_spell_samples,
+                update=lambda: self._updates,
+                folder=None if session.directory is None else session.directory.numerics,
+            ),
+        )
         self._group.on_reform(self._start_again)
         session.accelerator = self
         if settings.reproducible:
@@ -283,6 +305,7 @@ class Accelerator(ProcessView, Talk, DataOptions):
             model = self._strategy.wrap(model)
         compile_model(model, self._settings.dynamo)
         model.__dict__[_OWNER] = self._number
+        self._watch_model(model, trained=not evaluation_mode)
         self._models.append(model)
         return model
 
@@ -295,7 +318,7 @@ class Accelerator(ProcessView, Talk, DataOptions):
         for prepared in self._optimizers:
             if prepared.optimizer is optimizer:
                 return prepared
-        made = PreparedOptimizer(optimizer, self._accumulation, self._scaler, self._announce_run)
+        made = PreparedOptimizer(optimizer, self._accumulation, self._scaler, self._announce_run, self._gate)
         self._optimizers.append(made)
         for scheduler in self._schedulers:
             scheduler.adopt(made)
@@ -384,6 +407,7 @@ class Accelerator(ProcessView, Talk, DataOptions):
         """Let go of everything that was prepared, and of the device's cache; gives a None for each object."""
         for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             kept.clear()
+        self._stop_watching()
         if self._scaler is not None:
             self._scaler.forget()
         self._accumulation.loaders.clear()
@@ -443,7 +467,7 @@ class Accelerator(ProcessView, Talk, DataOptions):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer's last update was dropped because of an fp16 overflow."""
+        """Whether an optimizer's last update was dropped: by an fp16 overflow, or by ``nan_policy="skip"``."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
@@ -488,6 +512,8 @@ class Accelerator(ProcessView, Talk, DataOptions):
         number of real samples in the loader's batch, unless another is given.
         """
         accumulation = self._accumulation
+        if self._watch is not None and isinstance(loss, Tensor):
+            loss = self._watch.loss(loss)
         if num_items is None and self._settings.reproducible:
             num_items = self._real_samples()
         if num_items is None:
@@ -520,11 +546,18 @@ class Accelerator(ProcessView, Talk, DataOptions):
                 accumulation.settle_items(self._group, self._parameters())
             elif not accumulation.settled:
                 accumulation.settle(self._parameters())
+        if self._watch is not None and self._watch.pending:
+            self._watch.tell()
 
     def _round_number(self) -> int | None:
         """Which batch of the epoch this is: the same on all ranks, unless one of them has skipped an update."""
         loader = self._accumulation.active_loader
         return loader.turn if isinstance(loader, PreparedDataLoader) else None
+
+    def _current_round(self) -> Round | None:
+        """What all ranks work on now; None when no prepared loader is being iterated."""
+        loader = self._accumulation.active_loader
+        return loader.current if isinstance(loader, PreparedDataLoader) else None
 
     def _real_samples(self) -> int:
         """How many samples of this rank's batch are no repeats."""
@@ -556,7 +589,11 @@ class Accelerator(ProcessView, Talk, DataOptions):
         self.unscale_gradients(self._owners(chosen))
         due = self._accumulation.sync_gradients
         scale = 1.0 if due or self._scaler is None else self._scaler.current()
-        return clip.clip_norm(chosen, max_norm, norm_type, due=due, scale=scale)
+        sparing = self._watch is not None and self._watch.spares
+        norm = clip.clip_norm(chosen, max_norm, norm_type, due=due, scale=scale, sparing=sparing)
+        if self._watch is not None and due:
+            self._watch.norm(norm, chosen)
+        return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each gradient value; nothing is clipped while an update is not due."""
@@ -634,6 +671,10 @@ class Accelerator(ProcessView, Talk, DataOptions):
         loader = self._accumulation.active_loader
         now = loader.current if isinstance(loader, PreparedDataLoader) else None
         return metrics.gather(self._group, input_data, now, as_objects=use_gather_object)
+
+
+def _spell_samples(now: Round | None) -> str:
+    return "" if now is None or not now.ids else name_samples(now.ids)
 
 
 def _is_scheduler(item: Any) -> bool:

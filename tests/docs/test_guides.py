@@ -19,6 +19,8 @@ NOW = [
     ("Accelerator", "lockstep"),
     ("DistributedType", "lockstep"),
     ("notebook_launcher", "lockstep"),
+    ("DebugUnderflowOverflow", "lockstep.debug_utils"),
+    ("detect_overflow", "lockstep.debug_utils"),
     ("get_logger", "lockstep.logging"),
     ("ProjectConfiguration", "lockstep.utils"),
     ("DistributedOperationException", "lockstep.utils.operations"),
@@ -32,8 +34,6 @@ LATER = [
     ("find_executable_batch_size", "lockstep"),
     ("find_executable_batch_size", "lockstep.utils"),
     ("load_checkpoint_in_model", "lockstep"),
-    ("DebugUnderflowOverflow", "lockstep.debug_utils"),
-    ("detect_overflow", "lockstep.debug_utils"),
 ]
 """The same, for chapters to come. Whoever adds one moves its line up, and shows it on the page that lacks it."""
 

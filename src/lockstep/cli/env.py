@@ -46,6 +46,8 @@ _DEFAULTS = {
     "gradient_accumulation_steps": "1",
     "reproducible": "no",
     "debug": "no",
+    "numerics_record": "no",
+    "nan_policy": "warn",
     "stall_seconds": "30",
     "log_level": "as the script sets it",
     "dynamo_backend": "no",
@@ -427,11 +429,14 @@ def _setting(setting: str, environ: Mapping[str, str], values: Mapping[str, Any]
 def _check(setting: str, text: str, variable: str) -> None:
     """Raise as the job would when it reads this text."""
     from lockstep.config import env, settings
-    from lockstep.config.choices import DynamoBackend
+    from lockstep.config.choices import DynamoBackend, NanPolicy
+    from lockstep.config.recording import parse_recording
 
     readers: dict[str, Callable[[str, str], Any]] = {
         "mixed_precision": settings.read_precision,
         "gradient_accumulation_steps": env.parse_int,
+        "numerics_record": parse_recording,
+        "nan_policy": NanPolicy.parse,
         "stall_seconds": env.parse_int,
         "debug": lambda text, variable: settings.read_debug(None, {variable: text}),
         "dynamo_backend": DynamoBackend.parse,

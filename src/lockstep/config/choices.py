@@ -128,6 +128,19 @@ class TailDivisor(Choice):
     """The full window, as Accelerate does."""
 
 
+class NanPolicy(Choice):
+    """What is done about a loss or gradient that is NaN or infinite."""
+
+    STOP = "stop"
+    """All ranks stop at that update."""
+    SKIP = "skip"
+    """All ranks drop that update."""
+    WARN = "warn"
+    """It is told, once."""
+    OFF = "off"
+    """Nobody looks."""
+
+
 class DebugTool(Choice):
     """The checks that debug mode can switch on."""
 

@@ -22,6 +22,8 @@ VARIABLES: dict[str, tuple[str, ...]] = {
     ),
     "reproducible": ("LOCKSTEP_REPRODUCIBLE",),
     "debug": ("LOCKSTEP_DEBUG_MODE", "ACCELERATE_DEBUG_MODE"),
+    "numerics_record": ("LOCKSTEP_NUMERICS_RECORD",),
+    "nan_policy": ("LOCKSTEP_NAN_POLICY",),
     "stall_seconds": ("LOCKSTEP_STALL_SECONDS",),
     "log_level": ("LOCKSTEP_LOG_LEVEL", "ACCELERATE_LOG_LEVEL"),
     "dynamo_backend": ("LOCKSTEP_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_BACKEND"),

@@ -6,11 +6,12 @@ value of None means that nobody said anything; the plan then chooses, and says w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lockstep.config import env
+from lockstep.config.recording import parse_recording
 from lockstep.config.resolve import Resolved
 from lockstep.errors import ConfigError
 
@@ -90,6 +91,12 @@ class LaunchConfig:
         metavar="TOOL",
         setting="debug",
     )
+    numerics_record: str | None = _option(
+        "debug",
+        "keep the numbers of every module call in this folder; @every=10 or @149,150 behind it chooses batches",
+        metavar="DIR",
+        setting="numerics_record",
+    )
 
     machine_rank: int | None = _option("network", "this machine's number, from 0", kind=int, metavar="N")
     main_process_ip: str | None = _option("network", "address of machine 0", metavar="ADDRESS")
@@ -133,7 +140,7 @@ class LaunchConfig:
     )
 
     def __post_init__(self) -> None:
-        problems = [*_wrong_numbers(self), *_wrong_choices(self)]
+        problems = [*_wrong_numbers(self), *_wrong_choices(self), *_wrong_recording(self)]
         if problems:
             raise ConfigError.of(problems)
 
@@ -171,6 +178,14 @@ def _wrong_choices(config: LaunchConfig) -> list[str]:
         if allowed is not None and value is not None and value not in allowed:
             problems.append(f"--{option.name} {value} is unknown. Allowed: {', '.join(allowed)}.")
     return problems
+
+
+def _wrong_recording(config: LaunchConfig) -> Sequence[str]:
+    try:
+        parse_recording(config.numerics_record or "", "--numerics_record")
+    except ConfigError as error:
+        return error.problems or (str(error),)
+    return ()
 
 
 def resolve_launch(

@@ -12,6 +12,7 @@ from lockstep.config.choices import (
     DDPCommunicationHookType,
     DebugTool,
     DynamoBackend,
+    NanPolicy,
     PrecisionType,
     RNGType,
     SchedulerUnit,
@@ -27,6 +28,7 @@ from lockstep.config.handlers import (
     check_steps,
     sort_handlers,
 )
+from lockstep.config.recording import NumericsRecord, read_recording
 from lockstep.config.resolve import resolve
 from lockstep.errors import ConfigError, NotYetError
 
@@ -64,6 +66,10 @@ class Settings:
     """What one scheduler step means."""
     debug: frozenset[DebugTool]
     """Checks that are switched on."""
+    numerics_record: NumericsRecord | None
+    """Which batches' numbers are recorded, and where; None for none."""
+    nan_policy: NanPolicy
+    """What is done about a loss or gradient that is no number."""
     reproducible: bool
     """Whether parameters are to come out the same on any number of processes."""
 
@@ -116,6 +122,7 @@ def read_settings(
     dynamo_plugin: TorchDynamoPlugin | None,
     scheduler_unit: Any,
     debug: Any,
+    nan_policy: Any,
     reproducible: bool | None,
     not_built: Mapping[str, Any],
 ) -> Settings:
@@ -166,6 +173,8 @@ def read_settings(
             lambda: SchedulerUnit.parse(scheduler_unit, "scheduler_unit"), SchedulerUnit.PROCESS
         ),
         debug=problems.attempt(lambda: read_debug(debug, environ), frozenset()),
+        numerics_record=problems.attempt(lambda: read_recording(environ), None),
+        nan_policy=problems.attempt(lambda: read_nan_policy(nan_policy, environ), NanPolicy.WARN),
         reproducible=same_everywhere is True,
     )
     if settings.reproducible:
@@ -312,6 +321,12 @@ def _with_optimizer(known: bool | None, guides: bool | None) -> bool:
     return next((value for value in (known, guides) if value is not None), True)
 
 
+def read_nan_policy(argument: Any, environ: Mapping[str, str]) -> NanPolicy:
+    """What is to be done about bad numbers, from the argument or the environment."""
+    asked = None if argument is None else NanPolicy.parse(argument, "nan_policy")
+    return resolve("nan_policy", asked, NanPolicy.WARN, environ, NanPolicy.parse).value
+
+
 def read_debug(argument: Any, environ: Mapping[str, str]) -> frozenset[DebugTool]:
     """The debug tools in force, from the argument or the environment."""
     return resolve("debug", parse_debug(argument, "debug"), frozenset(), environ, _debug_text).value
@@ -324,10 +339,7 @@ def parse_debug(value: Any, name: str) -> frozenset[DebugTool] | None:
     if isinstance(value, bool):
         return frozenset((DebugTool.COLLECTIVES,)) if value else frozenset()
     names = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
-    tools = frozenset(DebugTool.parse(tool, name) for tool in names)
-    if DebugTool.UNDERFLOW_OVERFLOW in tools:
-        raise NotYetError(f"{name}='underflow_overflow' is not supported yet. Allowed: True, False, 'collectives'.")
-    return tools
+    return frozenset(DebugTool.parse(tool, name) for tool in names)
 
 
 def _debug_text(text: str, name: str) -> frozenset[DebugTool]:

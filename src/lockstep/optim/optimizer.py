@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,16 @@ class Scaler(Protocol):
         """Update the parameters unless a gradient overflowed; whether they were."""
 
 
+class Gate(Protocol):
+    """Who may refuse an update because of its numbers."""
+
+    def refuses(self, parameters: Sequence[Tensor]) -> bool:
+        """Called on: all ranks. Whether the update of these parameters is to be dropped."""
+
+    def stepped(self, dropped: bool) -> None:
+        """The loss scaler has made an update, or dropped it."""
+
+
 class PreparedOptimizer(torch.optim.Optimizer):
     """The user's optimizer, in step with gradient accumulation.
 
@@ -34,15 +44,17 @@ class PreparedOptimizer(torch.optim.Optimizer):
         accumulation: Accumulation,
         scaler: Scaler | None,
         announce: Callable[[PreparedOptimizer], None] | None = None,
+        gate: Gate | None = None,
     ) -> None:
         # The base class is for isinstance only: its constructor would start a second optimizer.
         self.optimizer = optimizer
         self.step_was_skipped = False
-        """Whether the last update was dropped because of an fp16 overflow."""
+        """Whether the last update was dropped: because of an fp16 overflow, or by ``nan_policy="skip"``."""
         self._accumulation = accumulation
         accumulation.optimizers.add(optimizer)
         self._scaler = scaler
         self._announce = announce
+        self._gate = gate
         if scaler is not None:
             scaler.watch(optimizer)
 
@@ -53,9 +65,16 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if self._announce is not None:
             announce, self._announce = self._announce, None
             announce(self)
+        gate = self._gate
+        refused = gate is not None and gate.refuses(self.parameters())
         if self._scaler is None:
+            self.step_was_skipped = refused
+            if refused:
+                return None
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         self.step_was_skipped = not self._scaler.step(self.optimizer, closure)
+        if gate is not None:
+            gate.stepped(self.step_was_skipped)
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -120,7 +139,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_announce": None}  # it leads to the accelerator, which a copy has no use for
+        # Both lead to the accelerator, which a copy has no use for.
+        return {**self.__dict__, "_announce": None, "_gate": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -158,8 +158,6 @@ def test_all_problems_in_one_message() -> None:
         {"megatron_lm_plugin": object()},
         {"parallelism_config": object()},
         {"mixed_precision": "fp8"},
-        {"debug": "underflow_overflow"},
-        {"debug": ["collectives", "underflow_overflow"]},
     ],
     ids=spell,
 )

@@ -1,0 +1,319 @@
+"""The detector: looks at every tensor of every module call, and stops at the first one that is not finite."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.config.recording import NumericsRecord
+from lockstep.errors import ConfigError, NumericsError
+from lockstep.numerics import report
+from lockstep.numerics.batches import Batches
+from lockstep.numerics.frames import FrameSink
+from lockstep.numerics.gradients import Gradients, Updates
+from lockstep.numerics.ranges import SCALER_PATIENCE
+from lockstep.numerics.reading import Reader, Row, Seen, bad, inputs_of, leaves_of
+from lockstep.numerics.report import Hit, Underflow
+from lockstep.numerics.stats import Numbers
+from lockstep.numerics.unwrapping import idle, innermost, is_compiled
+
+_UNDERFLOW_SHARE = 0.5
+"""A tensor that lost this much of its values, some of them to subnormals, is told of."""
+_in_backward = torch._C._current_graph_task_id
+
+
+class DebugUnderflowOverflow:
+    """Finds the first NaN or infinity in a model: in weights, inputs and outputs of each module, gradients, updates.
+
+    ::
+
+        detector = DebugUnderflowOverflow(model)
+
+    At the first one the last frames are printed, one for each module call, and ``ValueError`` stops the run.
+
+    Args:
+        model: Any module; DDP and ``torch.compile`` around it are looked through. Compiled models run uncompiled
+            meanwhile, as only then there are modules to look at.
+        max_frames_to_save: How many frames the report goes back.
+        trace_batch_nums: Print every frame of these batches instead; nothing is detected then. Batches count from 0.
+        abort_after_batch_num: Stop after this batch.
+        gradients: Look at the backward and at the optimizer's steps, too.
+        record: Write frames to a file: a folder, or anything with ``add(frame)`` and ``close()``.
+        record_batches: The batches to write; all, when None.
+        detect: Whether a bad number stops the run; False to record only.
+        rank: Of this process, for the file's name.
+        world_size: How many processes there are, for the file.
+        who: Says which rank and samples the current batch is of, for the report.
+        found: Called with the hit instead of printing a report and raising.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        max_frames_to_save: int = 21,
+        trace_batch_nums: Iterable[int] = (),
+        abort_after_batch_num: int | None = None,
+        *,
+        gradients: bool = True,
+        record: str | os.PathLike[str] | NumericsRecord | FrameSink | None = None,
+        record_batches: Iterable[int] | None = None,
+        detect: bool = True,
+        rank: int = 0,
+        world_size: int | None = None,
+        who: Callable[[], str] | None = None,
+        found: Callable[[Hit], None] | None = None,
+    ) -> None:
+        if max_frames_to_save < 1:
+            raise ConfigError(f"max_frames_to_save={max_frames_to_save} must be 1 or more.")
+        self.model = innermost(model)
+        self.trace_batch_nums = frozenset(trace_batch_nums or ())
+        self.abort_after_batch_num = abort_after_batch_num
+        self.underflows: dict[tuple[str, str], Underflow] = {}
+        """What underflowed badly, the worst of each tensor."""
+        self._who, self._on_hit = who, found
+        self._frames: deque[Seen] = deque(maxlen=max_frames_to_save)
+        self._back: deque[Seen] = deque(maxlen=max_frames_to_save)
+        self._batches = Batches(self.model)
+        self._reader = Reader()
+        self._sink = _open_sink(record, record_batches, rank, world_size)
+        self._wanted: Callable[[int], bool] = getattr(self._sink, "wants", lambda batch: True)
+        self._detects = detect and not self.trace_batch_nums
+        self._tracing = self._recording = False
+        self._looking = self._detects
+        self._gradients = Gradients(self._reader, self._after_gradient) if gradients else None
+        self._updates: Updates | None = None
+        self._bad_backwards: list[int] = []
+        self._handles: list[RemovableHandle] = []
+        self._stance: Any = None
+        self._attach(model, gradients)
+
+    @property
+    def batch_number(self) -> int:
+        """The batch whose forward is under way, or else the next."""
+        return self._batches.finished
+
+    # --- hooks -------------------------------------------------------------------------------------------------
+
+    def _attach(self, outer: nn.Module, gradients: bool) -> None:
+        root = self.model
+        handles = self._handles
+        handles.append(root.register_forward_pre_hook(_RootHook(self._begin, root), prepend=True))
+        named = list(root.named_modules())
+        for name, module in named:
+            hook = _ModuleHook(self, name, module)
+            handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        handles.append(root.register_forward_hook(_RootHook(self._end, root), always_call=True))
+        if self._gradients is not None:
+            self._gradients.watch_parameters(named)
+            self._updates = Updates(self._reader, root, self._after_update)
+        if is_compiled(outer):
+            self._stance = torch.compiler.set_stance("force_eager")
+
+    def remove(self) -> None:
+        """Take the hooks off, close the trace, and tell what underflowed."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._gradients is not None:
+            self._gradients.remove()
+        if self._updates is not None:
+            self._updates.remove()
+            self._updates = None
+        stance, self._stance = self._stance, None
+        if stance is not None:
+            stance.__exit__(None, None, None)
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.close()
+
+    def __enter__(self) -> DebugUnderflowOverflow:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.remove()
+
+    # --- a batch -----------------------------------------------------------------------------------------------
+
+    def _begin(self, _module: nn.Module, _args: Any) -> None:
+        if _in_backward() != -1 or not self._batches.begin():
+            return
+        batches = self._batches
+        self._tracing = batches.counts and batches.current in self.trace_batch_nums
+        self._recording = self._sink is not None and batches.counts and self._wanted(batches.current)
+        self._reader.thorough = self._tracing or self._recording
+        self._looking = self._detects or self._reader.thorough
+        self._reader.forget()
+        if self._gradients is not None:
+            self._gradients.forget()
+        if self._tracing:
+            print("\n".join(report.starting_lines(batches.current)))
+
+    def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if _in_backward() != -1 or not self._batches.end(output):
+            return
+        last = self.abort_after_batch_num
+        if last is not None and self._batches.finished > last:
+            raise NumericsError(
+                f"DebugUnderflowOverflow: aborting after {self._batches.finished} batches due to "
+                f"`abort_after_batch_num={last}` arg"
+            )
+
+    # --- frames ------------------------------------------------------------------------------------------------
+
+    def after_forward(self, hook: _ModuleHook, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A module has been called."""
+        if not self._looking:
+            return
+        call = hook.count(self._batches.serial)
+        if _in_backward() != -1:
+            # A checkpointed part computed once more: its numbers were seen, but only now it has gradients to come.
+            self._watch_gradients(hook, call, output)
+            return
+        reader = self._reader
+        rows = [reader.weight(key, parameter) for key, parameter in module._parameters.items() if parameter is not None]
+        leaves = list(inputs_of(args, kwargs))
+        leaves += [("output", output)] if isinstance(output, Tensor) else leaves_of("output", output)
+        rows += reader.read(leaves)
+        seen = Seen(self._batches.current, "forward", hook.name, hook.kind, call, rows)
+        self._take(seen, self._frames)
+        if self._detects and any(bad(row) for row in rows):
+            self._stop("forward", self._frames)
+        self._watch_gradients(hook, call, output)
+
+    def _watch_gradients(self, hook: _ModuleHook, call: int, output: Any) -> None:
+        if self._gradients is not None and torch.is_grad_enabled():
+            self._gradients.watch_outputs(hook.name, hook.kind, call, output)
+
+    def _after_gradient(self, module: str, kind: str, call: int, rows: list[Row]) -> None:
+        if not self._looking:
+            return
+        seen = Seen(self._batches.current, "backward", module, kind, call, rows)
+        self._take(seen, self._back)
+        if self._detects and any(bad(row) for row in rows) and not self._forgiven():
+            self._stop("backward", self._back)
+
+    def _forgiven(self) -> bool:
+        """Whether a bad gradient is one of those by which fp16's loss scaler finds its scale."""
+        if not self._reader.half:
+            return False
+        batch, row = self._batches.current, self._bad_backwards
+        if row and row[-1] == batch:
+            return True
+        if row and row[-1] != batch - 1:
+            row.clear()
+        row.append(batch)
+        return len(row) < SCALER_PATIENCE
+
+    def _after_update(self, module: str, kind: str, rows: list[Row]) -> None:
+        if self._detects:
+            seen = Seen(self._batches.current, "optimizer", module, kind, 0, rows)
+            if self._recording and self._sink is not None:
+                self._sink.add(seen.frame())
+            self._stop("optimizer", deque([seen]))
+
+    def _take(self, seen: Seen, frames: deque[Seen]) -> None:
+        if self._reader.thorough:
+            frame = seen.frame()
+            if self._recording and self._sink is not None:
+                self._sink.add(frame)
+            if self._tracing and seen.phase == "forward":
+                print("\n".join(report.frame_lines(frame)))
+        for row in seen.rows:
+            numbers = row.numbers
+            if isinstance(numbers, Numbers) and numbers.subnormal and (numbers.tiny or 0.0) >= _UNDERFLOW_SHARE:
+                self._underflowed(seen, row.name, str(row.dtype).removeprefix("torch."), numbers.tiny or 0.0)
+        frames.append(seen)
+
+    def _underflowed(self, seen: Seen, name: str, dtype: str, share: float) -> None:
+        known = self.underflows.get((seen.module, name))
+        if known is None or known.share < share:
+            self.underflows[seen.module, name] = Underflow(
+                module=seen.module, kind=seen.kind, name=name, dtype=dtype, share=share, batch=seen.batch
+            )
+        if known is None:
+            print(f"Underflow: {self.underflows[seen.module, name]}.", file=sys.stderr)
+
+    def _stop(self, phase: str, frames: deque[Seen]) -> None:
+        hit = Hit(
+            batch=self._batches.current,
+            phase=phase,
+            frames=[seen.frame() for seen in frames],
+            evaluation=not self._batches.counts,
+            underflows=tuple(self.underflows.values()),
+        )
+        frames.clear()
+        if self._sink is not None:
+            self._sink.close()  # what led here is on disk before the run ends
+            self._sink = None
+            self._recording = False
+        if self._on_hit is not None:
+            self._on_hit(hit)
+            return
+        print(report.tell(hit, who=self._who() if self._who is not None else ""), flush=True)
+        raise NumericsError(report.reason(hit))
+
+
+class _ModuleHook:
+    """One module's forward hook. Copies and pickles of the model get one that does nothing."""
+
+    __slots__ = ("_calls", "_detector", "_module", "_serial", "kind", "name")
+
+    def __init__(self, detector: DebugUnderflowOverflow, name: str, module: nn.Module) -> None:
+        self._detector, self._module = detector, module
+        self.name, self.kind = name, type(module).__name__
+        self._calls = self._serial = 0
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if module is self._module:
+            self._detector.after_forward(self, module, args, kwargs, output)
+
+    def count(self, serial: int) -> int:
+        """How many calls of this module there were before in the forward of this number."""
+        if serial != self._serial:
+            self._serial, self._calls = serial, 0
+        self._calls += 1
+        return self._calls - 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return idle()
+
+
+class _RootHook:
+    """Tells the detector where a forward begins and ends."""
+
+    __slots__ = ("_call", "_model")
+
+    def __init__(self, call: Callable[..., None], model: nn.Module) -> None:
+        self._call, self._model = call, model
+
+    def __call__(self, module: nn.Module, *rest: Any) -> None:
+        if module is self._model:
+            self._call(module, *rest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return idle()
+
+
+def _open_sink(record: Any, batches: Iterable[int] | None, rank: int, world_size: int | None) -> FrameSink | None:
+    """Where frames go."""
+    if record is None or hasattr(record, "add"):
+        return record
+    from lockstep.numerics.trace import open_trace  # loaded where it is used: few runs are recorded
+
+    if isinstance(record, NumericsRecord):
+        return open_trace(
+            record.path,
+            rank=rank,
+            every=record.every,
+            batches=record.batches,
+            world_size=world_size,
+            format=record.format,
+        )
+    return open_trace(record, rank=rank, batches=None if batches is None else set(batches), world_size=world_size)

@@ -1,0 +1,225 @@
+"""Always on: is the loss a number, is the gradient; and what is done when it is not.
+
+``warn`` looks at each loss, and at the gradient norm where clipping has computed it. ``stop`` and ``skip`` look at loss
+and gradient before each update. Ranks need no collective to agree: a rank whose loss is bad makes its gradient NaN, and
+the average that follows carries that to every rank, so that all of them see it at the same update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.choices import NanPolicy
+from lockstep.errors import NumericsError
+from lockstep.numerics.late import Late
+from lockstep.numerics.ranges import SCALER_PATIENCE
+from lockstep.numerics.recall import Forward, Recall
+from lockstep.numerics.unwrapping import innermost, is_compiled
+from lockstep.topology.group import Group
+
+if TYPE_CHECKING:
+    from lockstep.numerics.hits import Teller
+
+_KEPT = 4
+"""Forwards remembered where updates are looked at; else it is the last one, and one more where that is a step late."""
+_LOSSES = 64
+"""Losses of one update that are remembered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What the accelerator tells about where a bad number was met."""
+
+    samples: Callable[[], Any]
+    """What the current batch is made of."""
+    spell: Callable[[Any], str]
+    """The same in words."""
+    update: Callable[[], int]
+    """Updates so far."""
+    folder: Path | None
+    """Where reports are kept."""
+
+
+class Watch:
+    """Watches the numbers of one accelerator; ``scaled`` says that fp16's loss scaler drops updates on purpose."""
+
+    def __init__(self, policy: NanPolicy, group: Group, around: Surroundings, *, scaled: bool) -> None:
+        self.policy = policy
+        self._group, self._around, self._scaled = group, around, scaled
+        self._updating = policy in (NanPolicy.STOP, NanPolicy.SKIP)
+        self._late = None if group.device.type == "cpu" else Late(group.device)
+        self._recent: deque[Forward] = deque(maxlen=_KEPT if self._updating else 1 if self._late is None else 2)
+        self._losses: deque[tuple[Tensor, Any, list[Forward]]] = deque(maxlen=_LOSSES)
+        """Where reading a loss would make the device wait: those of this update, read if its gradient is bad."""
+        self._models: list[nn.Module] = []
+        self._handles: list[Any] = []
+        self._bad_loss: tuple[str, Any, list[Forward]] | None = None
+        self._norm: tuple[Tensor, frozenset[int]] | None = None
+        self.pending = 0
+        """The update whose loss is bad, which is to be told; 0 when there is none."""
+        self._dropped = 0
+        """Updates in a row that the loss scaler has dropped."""
+
+    @property
+    def spares(self) -> bool:
+        """Whether clipping is to leave gradients with a bad norm as they are, so that it can be seen which are bad."""
+        return self._updating and self._late is None
+
+    @property
+    def guards(self) -> bool:
+        """Whether updates are looked at, or dropped by fp16's loss scaler."""
+        return self._updating or self._scaled
+
+    @cached_property
+    def _teller(self) -> Teller:
+        from lockstep.numerics.hits import Teller  # loaded where it is used: most runs stay finite
+
+        return Teller(self._group, self._around, self._models)
+
+    # --- what the accelerator calls ----------------------------------------------------------------------------
+
+    def follow(self, model: nn.Module) -> None:
+        """Remember what this model's forwards are called with; a compiled one is left as it was compiled."""
+        inner = innermost(model)
+        self._models.append(inner)
+        if not is_compiled(model):
+            recall = Recall(self._recent, self._group.device)
+            self._handles.append(inner.register_forward_pre_hook(recall, with_kwargs=True))
+
+    def close(self) -> None:
+        """Forget the models."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._models.clear()
+        self._recent.clear()
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """Look at a loss; the loss for backward, which is NaN in every part if the update is not to be made."""
+        if self._late is not None:
+            return self._unread(loss)
+        value = loss.item() if loss.numel() == 1 else loss.detach().sum().item()
+        if math.isfinite(value):
+            return loss
+        self._bad_loss = self._bad_loss or (
+            f"the loss is {value}", self._around.samples(), list(self._recent)[-1:]
+        )  # fmt: skip
+        self.pending = 0 if self._updating else self._around.update() + 1
+        return loss * math.nan if self._updating else loss
+
+    def _unread(self, loss: Tensor) -> Tensor:
+        """The same without reading it, where that would make the device wait."""
+        if not self._updating:
+            self._look_later("the loss", loss)
+            return loss
+        value = loss.detach()
+        self._losses.append((value, self._around.samples(), list(self._recent)[-1:]))
+        return loss * (value * 0 + 1)  # 1, or NaN if the loss is not finite
+
+    def _read_losses(self) -> None:
+        """Find the first bad loss of the update among those that were not read."""
+        for value, samples, forwards in self._losses:
+            number = value.sum().item()
+            if not math.isfinite(number):
+                self._bad_loss = self._bad_loss or (f"the loss is {number}", samples, forwards)
+        self._losses.clear()
+
+    def tell(self) -> None:
+        """After the backward of a bad loss: tell of it. Not before, as running a batch again may change its inputs."""
+        found, self._bad_loss = self._bad_loss, None
+        if found is not None:
+            self._teller.warn(self.pending, *found)
+        self.pending = 0
+
+    def norm(self, norm: Tensor, parameters: Iterable[Tensor]) -> None:
+        """Look at a gradient norm that clipping has computed for an update."""
+        if self._updating:
+            self._norm = (norm, frozenset(id(parameter) for parameter in parameters))
+        elif self._scaled:
+            return  # the scaler drops what overflows, and tells ``stepped``
+        elif self._late is not None:
+            self._look_later("the gradient norm", norm)
+        elif not math.isfinite(norm.item()):
+            self._teller.warn(
+                self._around.update(), f"the gradient norm is {norm.item()}", self._around.samples(), list(self._recent)
+            )
+
+    def refuses(self, parameters: Sequence[Tensor]) -> bool:
+        """Called on: all ranks. Whether the update of these parameters is to be dropped; raises where it is to stop."""
+        if not self._updating:
+            return False
+        if self._scaled and self._bad_loss is None:
+            return False  # the scaler sees the same gradients, and drops what overflows
+        value = math.nan if self._scaled else self._gradient(parameters)
+        if math.isfinite(value) and self._bad_loss is None:
+            self._losses.clear()
+            return False
+        self._read_losses()
+        found, self._bad_loss = self._bad_loss, None
+        # With a scaler the other ranks drop this update as they drop any overflow: there is nothing to put together.
+        what, samples, forwards = found or ("", self._around.samples(), list(self._recent))
+        head = what if self._scaled else f"the gradient of update {self._around.update()} is {value}"
+        text, tells = self._teller.update(what, samples, forwards, alone=self._scaled)
+        if self.policy is NanPolicy.STOP:
+            raise NumericsError(f"nan_policy='stop': {head}.\n{text}")
+        if tells:
+            everywhere = " on all ranks" if self._group.world_size > 1 else ""
+            self._teller.log(f"nan_policy='skip': {head}; the update is dropped{everywhere}.\n{text}")
+        return True
+
+    def stepped(self, dropped: bool) -> None:
+        """An update in fp16 was made, or dropped by the loss scaler."""
+        if dropped and self._losses:
+            self._read_losses()
+            if self._bad_loss is not None:
+                self.refuses(())
+        self._losses.clear()
+        self._dropped = self._dropped + 1 if dropped else 0
+        if self._dropped != SCALER_PATIENCE:
+            return
+        what = f"{SCALER_PATIENCE} updates in a row were dropped, the gradients overflow at any loss scale"
+        text, tells = self._teller.update(what, self._around.samples(), list(self._recent), alone=True)
+        if self.policy is NanPolicy.STOP:
+            raise NumericsError(f"nan_policy='stop': {text}")
+        if tells:
+            self._teller.log(text)
+
+    # --- looking -----------------------------------------------------------------------------------------------
+
+    def _gradient(self, parameters: Sequence[Tensor]) -> float:
+        """The gradient norm that clipping has computed, or else a number that is finite if the gradients are."""
+        norm, self._norm = self._norm, None
+        if norm is not None and all(id(parameter) in norm[1] for parameter in parameters):
+            return norm[0].item()
+        return gradient_screen([parameter.grad for parameter in parameters if parameter.grad is not None])
+
+    def _look_later(self, what: str, value: Tensor) -> None:
+        if self._late is not None:
+            for bad in self._late.ready():
+                self._teller.warn(
+                    self._around.update(), f"{bad.what} was {bad.value} a step ago", bad.samples, bad.forwards
+                )
+            self._late.put(what, value, self._around.samples(), list(self._recent)[-1:])
+
+
+def gradient_screen(gradients: Sequence[Tensor]) -> float:
+    """A number that is finite if and only if all gradients are."""
+    if not gradients:
+        return 0.0
+    if not gradients[0].is_cpu:
+        return torch.nn.utils.get_total_norm(gradients).item()
+    total = 0.0
+    for gradient in gradients:
+        total += (gradient._values() if gradient.is_sparse else gradient).sum().item()
+    if math.isfinite(total) or any(not bool(torch.isfinite(gradient).all()) for gradient in gradients):
+        return total
+    return 0.0  # only the sum has overflowed

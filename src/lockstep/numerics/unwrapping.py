@@ -1,0 +1,33 @@
+"""The user's model: out of what was put around it, and without what was put into it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """The model inside DDP and ``torch.compile``, in whatever order they are."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, (DistributedDataParallel, DataParallel)):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether any part of it is compiled."""
+    return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in model.modules())
+
+
+def idle() -> tuple[Any, ...]:
+    """What a hook of ours is pickled and copied as: something that does nothing, and that Python itself has.
+
+    A model that was saved whole can then be loaded where Lockstep is not installed.
+    """
+    return getattr, (nullcontext(), "__exit__")
