@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from lockstep.data.prepare import skip_first_batches
     from lockstep.errors import (
+        CheckpointError,
         ConfigError,
         DataError,
         DistributedOperationException,
@@ -60,6 +61,7 @@ _PLACES = {
     ),
     "lockstep.data.prepare": ("skip_first_batches",),
     "lockstep.errors": (
+        "CheckpointError",
         "ConfigError",
         "DataError",
         "DistributedOperationException",
@@ -80,6 +82,7 @@ __all__ = [
     "Accelerator",
     "AcceleratorState",
     "AutocastKwargs",
+    "CheckpointError",
     "ConfigError",
     "DDPCommunicationHookType",
     "DataError",

@@ -17,7 +17,8 @@ from lockstep import Accelerator
 from lockstep.comm import tensors
 
 TOP = """
-Accelerator AcceleratorState AutocastKwargs ConfigError DDPCommunicationHookType DataError DataLoaderConfiguration
+Accelerator AcceleratorState AutocastKwargs CheckpointError ConfigError DDPCommunicationHookType DataError
+DataLoaderConfiguration
 DistributedDataParallelKwargs DistributedOperationException DistributedType GradScalerKwargs
 GradientAccumulationPlugin GradientState InitProcessGroupKwargs LockstepError NotYetError PartialState PeerFailure
 ProfileKwargs ProjectConfiguration RankFailed TopologyError TorchDynamoPlugin UsageError __version__ debug_launcher
