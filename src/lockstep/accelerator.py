@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from lockstep.checkpoint.models import SavesModels
 from lockstep.comm import objects, rng
 from lockstep.comm.talk import Talk
 from lockstep.comm.view import ProcessView
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 _OWNER = "_lockstep_owner"
 _LATER = (
-    "save, save_model, save_state, load_state, get_state_dict, register_for_checkpointing, "
+    "save_state, load_state, register_for_checkpointing, "
     "register_save_state_pre_hook, register_load_state_pre_hook, init_trackers, get_tracker, "
     "log, trackers, maybe_context_parallel, lomo_backward, torch_device_mesh, is_fsdp2, deepspeed_plugin, fp8_backend, "
     "should_save_model, tensor_parallel_rank, data_parallel_rank, data_parallel_shard_rank, pipeline_parallel_rank, "
@@ -64,7 +65,7 @@ _LATER = (
 """Names of the known interface that this release does not have."""
 
 
-class Accelerator(ProcessView, Talk, DataOptions):
+class Accelerator(ProcessView, Talk, DataOptions, SavesModels):
     """Runs a training script on one device or many.
 
     Arguments are those of Accelerate, with these additions: ``step_with_optimizer`` is the guides' name for
