@@ -22,7 +22,7 @@ DataLoaderConfiguration
 DistributedDataParallelKwargs DistributedOperationException DistributedType GradScalerKwargs
 GradientAccumulationPlugin GradientState InitProcessGroupKwargs LockstepError NotYetError PartialState PeerFailure
 ProfileKwargs ProjectConfiguration RankFailed TopologyError TorchDynamoPlugin UsageError __version__ debug_launcher
-notebook_launcher set_seed
+load_checkpoint_in_model notebook_launcher set_seed
 skip_first_batches synchronize_rng_states tqdm
 """.split()  # noqa: SIM905
 

@@ -7,7 +7,7 @@ stays tied. Only weights that have no memory yet, or that are to change their dt
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ def load_into(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = Tr
 
 
 class Assignment:
-    """What is going to be loaded into a model. Making it checks; ``run`` or ``fill`` do it."""
+    """What is going to be loaded into a model. Making it checks; ``run`` does it."""
 
     def __init__(
         self,
@@ -164,20 +164,35 @@ class Assignment:
         if self.by_module:
             self._through_torch()
         else:
-            self.fill(self._entries)
+            self._offload_all()  # a full disk is noticed before the model is touched
+            self._fill_all()
+
+    def _offload_all(self) -> None:
+        for name in self._file_by_file(self._entries):
+            if self.places[name].device.type == "meta":
+                self._hand_over(name, self._entries[name].read())
 
     @torch.no_grad()
-    def fill(self, names: Iterable[str]) -> None:
-        """Load the tensors of these names."""
+    def _fill_all(self) -> None:
+        for name in self._file_by_file(self._entries):
+            self._fill_one(name)
+
+    def _file_by_file(self, names: Iterable[str]) -> Iterator[str]:
+        """Those of the names that are to be loaded; a file that is done with holds no memory any more."""
+        last: Any = None
         for name in names:
             if name in self.places:
-                self._fill_one(name)
+                file = getattr(self._entries[name], "file", None)
+                if last is not None and file is not last:
+                    last.rest()
+                last = file
+                yield name
 
     def _fill_one(self, name: str) -> None:
         place, target, entry = self.places[name], self._targets[name], self._entries[name]
         key = self._keys[name]
         if place.device.type == "meta":
-            self._to_disk(name, entry.read())
+            self._forget(name)
         elif key in self._done or (place.device == target.device and place.dtype == target.dtype):
             entry.read_into(self._current(name))
         else:
@@ -197,13 +212,16 @@ class Assignment:
         self._model.load_state_dict(read_all(self._entries), strict=False)
         for name, place in self.places.items():
             if place.device.type == "meta":
-                self._to_disk(name, self._current(name).detach())
+                self._hand_over(name, self._current(name).detach())
+                self._forget(name)
 
-    def _to_disk(self, name: str, value: Tensor) -> None:
-        target, place = self._targets[name], self.places[name]
+    def _hand_over(self, name: str, value: Tensor) -> None:
         assert self._offload is not None
-        self._offload(name, value.to(place.dtype))
-        self._put(self._keys[name], target, torch.empty(target.shape, dtype=place.dtype, device="meta"))
+        self._offload(name, value.to(self.places[name].dtype))
+
+    def _forget(self, name: str) -> None:
+        target, dtype = self._targets[name], self.places[name].dtype
+        self._put(self._keys[name], target, torch.empty(target.shape, dtype=dtype, device="meta"))
 
     def _current(self, name: str) -> Tensor:
         owner, _, attribute = name.rpartition(".")

@@ -139,7 +139,7 @@ class SafeTensor:
         return torch.frombuffer(self.file.mapped(), dtype=self.dtype, count=count, offset=self.start).view(self.shape)
 
     def read_into(self, target: Tensor) -> None:
-        """Read into the target's own memory where that can be: twice as fast as a mapping, of which pages would stay."""
+        """Read straight into the target's memory where that can be: twice as fast as a mapping, and no page stays."""
         if not self.nbytes:
             return
         target = target.detach()

@@ -125,7 +125,7 @@ class TorchFile:
         return state
 
     def _check_archive(self, descriptor: int) -> bool:
-        """Whether it is an archive, as torch has written them since 1.6; its checksums are looked at here, not by torch."""
+        """Whether it is an archive, as torch writes them since 1.6. Torch itself does not look at their checksums."""
         with open(descriptor, "rb", closefd=False) as file:
             if not zipfile.is_zipfile(file):
                 return False
