@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lockstep.checkpoint.models import SavesModels
+from lockstep.checkpoint.saving import SavesState
 from lockstep.comm import objects, rng
 from lockstep.comm.talk import Talk
 from lockstep.comm.view import ProcessView
@@ -56,16 +57,15 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 _OWNER = "_lockstep_owner"
 _LATER = (
-    "save_state, load_state, register_for_checkpointing, "
-    "register_save_state_pre_hook, register_load_state_pre_hook, init_trackers, get_tracker, "
-    "log, trackers, maybe_context_parallel, lomo_backward, torch_device_mesh, is_fsdp2, deepspeed_plugin, fp8_backend, "
-    "should_save_model, tensor_parallel_rank, data_parallel_rank, data_parallel_shard_rank, pipeline_parallel_rank, "
-    "context_parallel_rank, is_composable_parallelism_enabled, deepspeed_ulysses_dl_adapter"
+    "init_trackers, get_tracker, log, trackers, maybe_context_parallel, lomo_backward, torch_device_mesh, is_fsdp2, "
+    "deepspeed_plugin, fp8_backend, should_save_model, tensor_parallel_rank, data_parallel_rank, "
+    "data_parallel_shard_rank, pipeline_parallel_rank, context_parallel_rank, "
+    "is_composable_parallelism_enabled, deepspeed_ulysses_dl_adapter"
 )
 """Names of the known interface that this release does not have."""
 
 
-class Accelerator(ProcessView, Talk, DataOptions, SavesModels):
+class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState):
     """Runs a training script on one device or many.
 
     Arguments are those of Accelerate, with these additions: ``step_with_optimizer`` is the guides' name for
@@ -398,7 +398,8 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels):
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Leave the job."""
+        """Leave the job, when a checkpoint that is being written is complete."""
+        self.wait_for_checkpoint()
         current.reset()
 
     def _start_again(self) -> None:
@@ -617,7 +618,9 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels):
 
         notices = get_notices("lockstep.run")
         notices.info(self._record.line())
-        for warning in run_file.keep(self.project_dir, self._record) if self.project_dir else ():
+        told = effective.compare_loaded(self._loaded_run, self._record)
+        told += run_file.keep(self.project_dir, self._record) if self.project_dir else []
+        for warning in dict.fromkeys(told):
             notices.warning(warning)
 
     # --- talking to other ranks --------------------------------------------------------------------------------

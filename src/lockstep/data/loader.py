@@ -88,6 +88,8 @@ class PreparedDataLoader(DataLoader[Any]):
         self.remainder = UNKNOWN
         """Real samples in the last round: 0 when it is full, -1 while unknown."""
         self._left: int | None = None
+        self.at_first_batch: Callable[[], None] | None = None
+        """Called once, when the next iteration has its first batch ready, or knows that there is none."""
 
     # --- what it is --------------------------------------------------------------------------------------------
 
@@ -206,9 +208,11 @@ class PreparedDataLoader(DataLoader[Any]):
                 if last:
                     self.remainder = self.shard.remainder(round_)
                     self.end_of_dataloader = True
+                self._be_ready()
                 yield batch if move is None else move.finish(batch)
                 if self._left is not None:
                     self._left -= 1
+            self._be_ready()  # of an epoch that was saved at its end nothing is left
             self._epoch.number += 1
             self.places = None
             if audit is not None:
@@ -217,6 +221,11 @@ class PreparedDataLoader(DataLoader[Any]):
                     self._finish_audit()
         finally:
             self._close()
+
+    def _be_ready(self) -> None:
+        if self.at_first_batch is not None:
+            ready, self.at_first_batch = self.at_first_batch, None
+            ready()
 
     def _ahead(self) -> Iterator[Item]:
         """This rank's batches; each is handed out when it is known whether another follows."""

@@ -1,0 +1,68 @@
+"""How the ranks tell each other how far a save has come: by a collective, or through the job's store.
+
+A save in the background cannot use collectives: training's own are under way, in another order on each rank.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistStoreError
+
+from lockstep.comm.objects import all_objects
+from lockstep.errors import CheckpointError
+from lockstep.topology.group import Group
+
+Exchange = Callable[[Any, str], list[Any]]
+"""Called on: all ranks. Every rank's value, in rank order; the text says what for."""
+
+_SLICE = timedelta(seconds=0.5)
+
+
+def by_collective(group: Group) -> Exchange:
+    """Called on: all ranks, in the thread that trains."""
+    return lambda value, doing: all_objects(group, value, doing)
+
+
+class StoreExchange:
+    """Through the job's store, on a connection of its own, beside whatever the ranks do meanwhile."""
+
+    def __init__(self, group: Group, number: int) -> None:
+        self._group = group
+        self._store: Any = group.store.clone() if group.world_size > 1 else None  # type: ignore[attr-defined]
+        self._prefix = f"checkpoint/{number}"
+        self._turn = 0
+
+    def __call__(self, value: Any, doing: str) -> list[Any]:
+        """Called on: all ranks, in the thread that writes."""
+        group = self._group
+        if group.world_size == 1:
+            return [value]
+        self._turn += 1
+        keys = [f"{self._prefix}/{self._turn}/{rank}" for rank in range(group.world_size)]
+        self._store.set(keys[group.rank], pickle.dumps(value))
+        deadline = time.monotonic() + group.timeout.total_seconds()
+        for rank, key in enumerate(keys):
+            self._wait(key, rank, deadline, doing)
+        found = [pickle.loads(self._store.get(key)) for key in keys]
+        self._forget()
+        return found
+
+    def _wait(self, key: str, rank: int, deadline: float, doing: str) -> None:
+        while True:
+            try:
+                self._store.wait([key], _SLICE)
+                return
+            except DistStoreError:
+                pass
+            if self._group.leaving or time.monotonic() > deadline:
+                raise CheckpointError(f"While {doing}, rank {rank} did not answer: it has failed, or is stuck.")
+
+    def _forget(self) -> None:
+        """What everybody has passed needs to be kept no longer: the turn before the last."""
+        if self._turn > 1:
+            self._store.delete_key(f"{self._prefix}/{self._turn - 1}/{self._group.rank}")

@@ -1,0 +1,203 @@
+"""Hashes of files, taken while their bytes are written, and compared when they are read.
+
+A file is hashed in chunks, so that several threads, or several ranks, can share the work. ``hashlib`` lets go of the
+interpreter's lock: while one chunk is written its hash is computed on another core.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lockstep.checkpoint.disk import Disk
+
+ALGORITHM = "sha256"
+"""What new checkpoints are hashed with: the fastest of hashlib's on processors with instructions for it."""
+ALGORITHMS = ("sha256", "blake2b")
+"""What can be read."""
+CHUNK = 1 << 24
+_SMALL = 1 << 16
+"""Below this many bytes, handing them to another thread costs more than hashing them."""
+_READ = 1 << 18
+"""Bytes read at a time: they are still in the processor's cache when they are hashed."""
+_AHEAD = 1 << 26
+"""Bytes after which the system is told to begin writing them to the medium."""
+
+
+class Digests:
+    """The hashes of a stream's chunks."""
+
+    def __init__(self, algorithm: str = ALGORITHM, chunk: int = CHUNK) -> None:
+        self._algorithm = algorithm
+        self._chunk = chunk
+        self._hash = hashlib.new(algorithm, usedforsecurity=False)
+        self._filled = 0
+        self.size = 0
+        """Bytes so far."""
+        self._done: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes of the stream."""
+        while data:
+            part = data[: self._chunk - self._filled]
+            self._hash.update(part)
+            self._filled += len(part)
+            self.size += len(part)
+            data = data[len(part) :]
+            if self._filled == self._chunk:
+                self._close()
+
+    def finish(self) -> tuple[str, ...]:
+        """The hashes, in order; one of nothing for an empty stream."""
+        if self._filled or not self._done:
+            self._close()
+        return tuple(self._done)
+
+    def _close(self) -> None:
+        self._done.append(self._hash.hexdigest())
+        self._hash = hashlib.new(self._algorithm, usedforsecurity=False)
+        self._filled = 0
+
+
+class HashedFile:
+    """A new binary file that hashes what is written to it. It gives ``size`` and ``chunks`` once it is closed."""
+
+    def __init__(
+        self,
+        path: Path,
+        disk: Disk,
+        pool: ThreadPoolExecutor,
+        *,
+        durable: bool = True,
+        moved: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self.path = path
+        """Where it is."""
+        self.error: OSError | None = None
+        """What writing failed with: whoever calls ``write`` may make another error of it."""
+        self.chunks: tuple[str, ...] = ()
+        """The hash of each chunk."""
+        self._disk, self._pool, self._durable, self._moved = disk, pool, durable, moved
+        self._digests = Digests()
+        self._told = self._started = 0
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    @property
+    def size(self) -> int:
+        """Bytes written."""
+        return self._digests.size
+
+    def write(self, data: Any) -> int:
+        """Write all of it. The data may be used again when this returns."""
+        view = memoryview(data).cast("B")
+        hashing: Future[None] | None = None
+        if len(view) > _SMALL:
+            hashing = self._pool.submit(self._digests.update, view)
+        try:
+            self._write_all(view)
+        except OSError as error:
+            self.error = error
+            raise
+        finally:
+            if hashing is not None:
+                hashing.result()
+        if hashing is None:
+            self._digests.update(view)
+        self._look()
+        return len(view)
+
+    def _write_all(self, view: memoryview) -> None:
+        while view:
+            view = view[self._disk.write(self._file, view) :]
+
+    def _look(self) -> None:
+        size = self._digests.size
+        if self._durable and size - self._started >= _AHEAD:
+            self._disk.start_writing(self._file, self._started, size - self._started)
+            self._started = size
+        self._moved(size - self._told)
+        self._told = size
+
+    def flush(self) -> None:
+        """Nothing waits here."""
+
+    def tell(self) -> int:
+        """Where the next byte goes."""
+        return self._digests.size
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def close(self) -> None:
+        """Bring the file to the medium, and close it."""
+        if self._file < 0:
+            return
+        file, self._file = self._file, -1
+        try:
+            if self._durable and self.error is None:
+                self._disk.fsync(file)
+        except OSError as error:
+            self.error = error
+            raise
+        finally:
+            os.close(file)
+        self.chunks = self._digests.finish()
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._durable = False  # it is given up
+        self.close()
+
+
+def hash_chunk(path: Path, number: int, algorithm: str = ALGORITHM, chunk: int = CHUNK) -> str:
+    """The hash of one chunk of a file, as it is on the disk now."""
+    digest = hashlib.new(algorithm, usedforsecurity=False)
+    buffer = memoryview(bytearray(min(_READ, chunk)))
+    place, left = number * chunk, chunk
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while left:
+            got = os.preadv(file, [buffer[:left]], place)
+            if not got:
+                break
+            digest.update(buffer[:got])
+            place, left = place + got, left - got
+    finally:
+        os.close(file)
+    return digest.hexdigest()
+
+
+def hash_file(path: Path, algorithm: str = ALGORITHM, chunk: int = CHUNK) -> tuple[int, tuple[str, ...]]:
+    """Size and hashes of a file that somebody else has written."""
+    size = path.stat().st_size
+    return size, tuple(hash_chunk(path, number, algorithm, chunk) for number in range(count_chunks(size, chunk)))
+
+
+def count_chunks(size: int, chunk: int = CHUNK) -> int:
+    """Chunks of a file of so many bytes; an empty file has one, of nothing."""
+    return max(1, -(-size // chunk))
+
+
+def pool(threads: int = 1) -> ThreadPoolExecutor:
+    """Threads to hash in."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="lockstep-hash")
+
+
+Chunk = tuple[str, int]
+"""A file's name, and the number of a chunk in it."""
+
+
+def share(chunks: Sequence[Chunk], part: int, parts: int) -> Sequence[Chunk]:
+    """What one of several workers hashes."""
+    return chunks[part::parts]
