@@ -64,8 +64,9 @@ def left_beside(place: Path) -> list[Path]:
 class Claim:
     """The right to write to one place, held by one process of one job at a time."""
 
-    def __init__(self, path: Path, token: str) -> None:
+    def __init__(self, path: Path, token: str, disk: Disk) -> None:
         self.path = path
+        self._disk = disk
         self.token = token
         """Tells this writer's folder from those of others."""
         self._stop = threading.Event()
@@ -88,45 +89,51 @@ class Claim:
             self._thread.join()
         with contextlib.suppress(OSError):
             if _owner(self.path).get("token") == self.token:
-                self.path.unlink()
+                self._disk.unlink(self.path)
 
 
-def claim(place: Path, *, numbered_in: Path | None = None) -> Claim:
+def claim(place: Path, disk: Disk, *, numbered_in: Path | None = None) -> Claim:
     """The right to write to a place; CheckpointError when another process has it.
 
     With ``numbered_in`` it is the right to all numbered checkpoints of that folder, since writing one deletes others.
     """
-    path = numbered_in / ".writing" if numbered_in is not None else place.with_name(f".{place.name}.writing")
+    path = _claim_path(place, numbered_in)
     token = secrets.token_hex(8)
     text = json.dumps(
         {
             "token": token,
             "host": os.uname().nodename,
             "pid": os.getpid(),
-            "started": processes.started(os.getpid()),
+            "started": (began := processes.started(os.getpid())),
             "folder": str(place),
         }
     )
     for _ in range(10):
         # Linked into place, so that whoever finds it can read it: a file made first and filled after is empty at times.
-        fresh = path.with_name(f"{path.name}.{token}")
-        fresh.write_text(text)
+        fresh = path.with_name(f"{path.name}.{os.getpid()}.{began}.{token}")
+        disk.create(fresh, text)
         try:
-            _link(fresh, path)
-            return Claim(path, token)
+            _link(fresh, path, disk)
+            return Claim(path, token, disk)
         except FileExistsError:
             _remove_if_dead(path, place)
+        except FileNotFoundError:
+            pass  # swept away by somebody on another machine, who cannot see that we live
         finally:
-            fresh.unlink(missing_ok=True)
+            disk.unlink(fresh)
     raise CheckpointError(
         f"{path} keeps coming back: several processes want to write to {place}. Let one of them do it."
     )
 
 
-def _link(fresh: Path, path: Path) -> None:
+def _claim_path(place: Path, numbered_in: Path | None) -> Path:
+    return numbered_in / ".writing" if numbered_in is not None else place.with_name(f".{place.name}.writing")
+
+
+def _link(fresh: Path, path: Path, disk: Disk) -> None:
     try:
-        os.link(fresh, path)
-    except FileExistsError:
+        disk.link(fresh, path)
+    except (FileExistsError, FileNotFoundError):
         raise
     except OSError:  # a file system without links
         with path.open("x") as file:
@@ -187,12 +194,12 @@ def _lives(path: Path, owner: dict[str, Any]) -> bool:
 def begin(folder: Path, disk: Disk) -> None:
     """Make the folder to write into. A mark in it says that it was never more than that."""
     disk.make(folder)
-    (folder / MARK).touch()
+    disk.create(folder / MARK)
 
 
-def complete(folder: Path) -> None:
+def complete(folder: Path, disk: Disk) -> None:
     """Take the mark away: all files are there, and the manifest with them."""
-    (folder / MARK).unlink(missing_ok=True)
+    disk.unlink(folder / MARK)
 
 
 def sweep(place: Path, disk: Disk, *, all_numbered: bool = False) -> None:
@@ -201,6 +208,12 @@ def sweep(place: Path, disk: Disk, *, all_numbered: bool = False) -> None:
     for named in places:
         for folder in left_beside(named):
             _retire(folder, named, disk)
+    claims = _claim_path(place, place.parent if all_numbered else None)
+    pattern = re.compile(re.escape(claims.name) + r"\.(\d+)\.(\d+)\.[0-9a-f]{16}")
+    for name in os.listdir(claims.parent):
+        match = pattern.fullmatch(name)
+        if match and not processes.look(int(match[1]), int(match[2])).alive:
+            disk.unlink(claims.with_name(name))
 
 
 def _left_numbers(folder: Path) -> set[Path]:

@@ -31,6 +31,14 @@ class Disk:
         """Wait until a file is on the medium."""
         os.fsync(file)
 
+    def create(self, path: Path, text: str = "") -> None:
+        """Make a small file."""
+        path.write_text(text)
+
+    def link(self, path: Path, name: Path) -> None:
+        """Give a file a further name; FileExistsError when that is taken."""
+        os.link(path, name)
+
     def make(self, folder: Path) -> None:
         """Make a folder and those above it."""
         folder.mkdir(parents=True, exist_ok=True)

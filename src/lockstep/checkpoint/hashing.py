@@ -22,7 +22,7 @@ ALGORITHMS = ("sha256", "blake2b")
 """What can be read."""
 CHUNK = 1 << 24
 _SMALL = 1 << 16
-"""Below this many bytes, handing them to another thread costs more than hashing them."""
+"""Up to this many bytes are collected before they are written: a call of the system, or of a thread, costs more."""
 _READ = 1 << 18
 """Bytes read at a time: they are still in the processor's cache when they are hashed."""
 _AHEAD = 1 << 26
@@ -85,16 +85,36 @@ class HashedFile:
         self._disk, self._pool, self._durable, self._moved = disk, pool, durable, moved
         self._digests = Digests()
         self._told = self._started = 0
+        self._collected = bytearray()
+        self._given_up = False
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     @property
     def size(self) -> int:
         """Bytes written."""
-        return self._digests.size
+        return self._digests.size + len(self._collected)
 
     def write(self, data: Any) -> int:
         """Write all of it. The data may be used again when this returns."""
         view = memoryview(data).cast("B")
+        if len(view) + len(self._collected) <= _SMALL:
+            self._collected += view
+            return len(view)
+        self.flush()
+        if len(view) <= _SMALL:
+            self._collected += view
+        else:
+            self._pass_on(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Write what was collected."""
+        if self._collected:
+            collected, self._collected = self._collected, bytearray()
+            self._pass_on(memoryview(collected))
+
+    def _pass_on(self, view: memoryview) -> None:
+        """Hash in one thread what is written in this one."""
         hashing: Future[None] | None = None
         if len(view) > _SMALL:
             hashing = self._pool.submit(self._digests.update, view)
@@ -109,7 +129,6 @@ class HashedFile:
         if hashing is None:
             self._digests.update(view)
         self._look()
-        return len(view)
 
     def _write_all(self, view: memoryview) -> None:
         while view:
@@ -123,30 +142,21 @@ class HashedFile:
         self._moved(size - self._told)
         self._told = size
 
-    def flush(self) -> None:
-        """Nothing waits here."""
-
-    def tell(self) -> int:
-        """Where the next byte goes."""
-        return self._digests.size
-
-    def writable(self) -> bool:
-        """Always."""
-        return True
-
     def close(self) -> None:
         """Bring the file to the medium, and close it."""
         if self._file < 0:
             return
-        file, self._file = self._file, -1
         try:
-            if self._durable and self.error is None:
-                self._disk.fsync(file)
+            if not self._given_up:
+                self.flush()
+                if self._durable:
+                    self._disk.fsync(self._file)
         except OSError as error:
             self.error = error
             raise
         finally:
-            os.close(file)
+            os.close(self._file)
+            self._file = -1
         self.chunks = self._digests.finish()
 
     def __enter__(self) -> HashedFile:
@@ -155,8 +165,7 @@ class HashedFile:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self._durable = False  # it is given up
+        self._given_up = kind is not None
         self.close()
 
 

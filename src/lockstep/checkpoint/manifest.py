@@ -140,7 +140,7 @@ def stays_inside(name: str) -> bool:
     """Whether a path names something below the folder it is relative to, and nothing a shell or screen stumbles on."""
     path = PurePosixPath(name)
     plain = name.isprintable() and "\\" not in name and 0 < len(name) <= 1024
-    return plain and not path.is_absolute() and str(path) == name and not {"..", "."} & set(path.parts)
+    return plain and not path.is_absolute() and str(path) == name and bool(path.parts) and ".." not in path.parts
 
 
 def _whole(value: Any) -> TypeGuard[int]:

@@ -21,7 +21,7 @@ from lockstep.checkpoint.hashing import HashedFile
 from lockstep.checkpoint.sharing import view_key
 from lockstep.errors import CheckpointError
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN = (type(None), bool, int, float, complex, str)
 _TORCH = (torch.dtype, torch.device, torch.Size)
 _TAG = "__lockstep__"
 _DEEPEST = 100
@@ -36,6 +36,8 @@ def _pack(value: Any, what: str, path: tuple[Any, ...], depth: int) -> Any:
     kind = type(value)
     if kind in _PLAIN or kind in _TORCH:
         return value
+    if kind is bytes:  # torch reads most bytes, but not all
+        return {_TAG: "bytes", "data": _as_tensor(value)}
     if isinstance(value, Tensor):
         if value.layout is torch.strided and kind in (Tensor, torch.nn.Parameter):
             return value.detach()
@@ -50,12 +52,10 @@ def _pack(value: Any, what: str, path: tuple[Any, ...], depth: int) -> Any:
     if isinstance(value, np.generic) and isinstance(value.item(), _PLAIN):
         return value.item()
     if isinstance(value, np.ndarray):
-        return {
-            _TAG: "ndarray",
-            "dtype": value.dtype.str,
-            "shape": list(value.shape),
-            "bytes": _bytes(value, what, path),
-        }
+        if value.dtype.hasobject or value.dtype.kind not in "biufc":
+            raise _refusal(what, path, f"an array of {value.dtype}")
+        data = _as_tensor(np.ascontiguousarray(value).tobytes())
+        return {_TAG: "ndarray", "dtype": value.dtype.str, "shape": list(value.shape), "data": data}
     raise _refusal(what, path, f"a {kind.__module__}.{kind.__qualname__}")
 
 
@@ -67,14 +67,8 @@ def _key(key: Any, what: str, path: tuple[Any, ...]) -> Any:
     raise _refusal(what, path, f"a key that is a {type(key).__module__}.{type(key).__qualname__}")
 
 
-def _bytes(value: np.ndarray[Any, Any], what: str, path: tuple[Any, ...]) -> Tensor:
-    if value.dtype.hasobject or value.dtype.kind not in "biufc":
-        raise _refusal(what, path, f"an array of {value.dtype}")
-    return (
-        torch.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), dtype=torch.uint8)
-        if value.size
-        else torch.empty(0, dtype=torch.uint8)
-    )
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _refusal(what: str, path: tuple[Any, ...], found: str) -> CheckpointError:
@@ -92,8 +86,10 @@ def unpack(value: Any) -> Any:
     if kind in (list, tuple, set):
         return kind(unpack(item) for item in value)
     if isinstance(value, dict):
-        if value.get(_TAG) == "ndarray":
-            flat = np.frombuffer(value["bytes"].numpy().tobytes(), dtype=np.dtype(value["dtype"]))
+        if value.keys() == {_TAG, "data"}:
+            return value["data"].numpy().tobytes()
+        if value.keys() == {_TAG, "dtype", "shape", "data"}:
+            flat = np.frombuffer(value["data"].numpy().tobytes(), dtype=np.dtype(value["dtype"]))
             return flat.reshape(value["shape"]).copy()
         if kind is Counter:
             return Counter(value)
@@ -141,7 +137,10 @@ def _numpy_parts() -> list[Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    """What went wrong, without the advice that torch puts around it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    said = [line.partition("WeightsUnpickler error:")[2].strip() for line in lines if "WeightsUnpickler error:" in line]
+    return (said or lines)[0][:300]
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

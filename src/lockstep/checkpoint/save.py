@@ -96,7 +96,7 @@ def begin(site: Site, exchange: Exchange) -> None:
 def _begin_home(site: Site) -> tuple[str, str, int | None]:
     place, number = _choose(site.wish)
     site.disk.make(place.parent)
-    site.claim = commit.claim(place, numbered_in=place.parent if number is not None else None)
+    site.claim = commit.claim(place, site.disk, numbered_in=place.parent if number is not None else None)
     site.claim.keep()
     commit.sweep(place, site.disk, all_numbered=number is not None)
     if number is not None and place.exists():
@@ -238,7 +238,7 @@ def _commit(site: Site, entries: dict[str, Entry], content: Content) -> None:
     }
     with hashing.pool() as pool, HashedFile(folder / manifest.NAME, disk, pool, durable=durable) as file:
         file.write(Manifest(files=entries, about=about).dump())
-    commit.complete(folder)
+    commit.complete(folder, disk)
     commit.publish(folder, site.place, disk, durable=durable)
     limit = site.wish.project.total_limit
     if site.number is not None and limit is not None:
