@@ -224,8 +224,9 @@ class Assignment:
         self._put(self._keys[name], target, torch.empty(target.shape, dtype=dtype, device="meta"))
 
     def _current(self, name: str) -> Tensor:
-        owner, _, attribute = name.rpartition(".")
-        return getattr(self._model.get_submodule(owner), attribute)
+        """The weight as it is in the model by now."""
+        table, attribute = self._uses[self._keys[name]][0]
+        return table[attribute]
 
     def _put(self, key: Hashable, old: Tensor, fresh: Tensor) -> None:
         """Give a weight new memory at all places that it is used in."""

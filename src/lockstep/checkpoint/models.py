@@ -15,6 +15,7 @@ from torch import nn
 from lockstep.checkpoint import safe_file, weights
 from lockstep.checkpoint.sharing import clean_state_dict_for_safetensors
 from lockstep.checkpoint.sink import PLAIN
+from lockstep.checkpoint.sizes import shard_size
 from lockstep.checkpoint.wrappers import inner_model
 from lockstep.comm.objects import all_objects
 from lockstep.config.handlers import ProjectConfiguration
@@ -44,7 +45,7 @@ class SavesModels:
         The main process writes, all wait for it, and all raise when it cannot. Files that are there already stay as
         they are until all new ones are complete; those of an earlier save that would be mixed up with them are removed.
         """
-        state, size = self.get_state_dict(model), weights.shard_bytes(max_shard_size)
+        state, size = self.get_state_dict(model), shard_size(max_shard_size)
         weights.refuse_meta(state)
         folder = Path(save_directory)
         only_here(self._group, self._writes(), lambda: replace_model(state, folder, size, safe_serialization), folder)

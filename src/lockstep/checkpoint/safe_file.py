@@ -205,12 +205,16 @@ class SafeFile:
         text = bytearray(length)
         self.read_at(8, memoryview(text))
         try:
-            header = json.loads(text, object_pairs_hook=_unique)
+            header = json.loads(text.decode(), object_pairs_hook=_unique)
         except (ValueError, RecursionError):
             raise self._bad("has a header that is not JSON") from None
         if not isinstance(header, dict) or text[:1] != b"{":
             raise self._bad("has a header that is not a table")
-        header.pop("__metadata__", None)
+        words = header.pop("__metadata__", None)
+        if words is None:
+            words = {}
+        if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):
+            raise self._bad("has a header whose metadata are not texts by name")
         found = [self._entry(name, value, 8 + length) for name, value in header.items()]
         end = 8 + length
         for entry in sorted(found, key=lambda entry: (entry.start, entry.nbytes)):

@@ -95,7 +95,7 @@ def read_index(path: Path) -> dict[str, str]:
     if len(content) > _LONGEST_INDEX:
         raise CheckpointError(f"{path} is too large for an index of shards.")
     try:
-        table = json.loads(content)
+        table = json.loads(content.decode())
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path} is not JSON: it is damaged, or no index of shards.") from None
     if isinstance(table, dict) and "weight_map" in table:

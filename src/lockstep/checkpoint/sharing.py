@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
@@ -25,10 +26,10 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 def view_key(tensor: Tensor) -> Hashable:
     """Equal for two tensors just when they are the same elements of the same memory, in the same order.
 
-    Where there is no memory to compare (meta, sparse, without elements) it is the object itself that counts, so the
-    key holds only while the tensor lives.
+    Where there is no memory to compare (meta, sparse, lazy, without elements) it is the object itself that counts, so
+    the key holds only while the tensor lives.
     """
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or not tensor.numel():
+    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.device.type == "meta" or not tensor.numel():
         return id(tensor)
     place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
     return *id_tensor_storage(tensor), *place

@@ -14,22 +14,23 @@ _UNITS = {
 
 def convert_file_size_to_int(size: int | str) -> int:
     """Bytes in a size such as ``"5GB"`` or ``"1.5MiB"``; as in Accelerate, ``"8Gb"`` with a small b counts bits."""
-    if isinstance(size, int):
-        number, text = float(size), str(size)
-        result = size
-    else:
-        match = re.fullmatch(r"\s*([0-9.eE+-]+?)\s*([KMGT]i?B)\s*", str(size), re.IGNORECASE)
-        text = repr(size)
-        try:
-            number = float(match[1]) if match else -1.0
-            result = int(number * _UNITS[match[2].upper()]) if match else -1
-        except (ValueError, OverflowError):
-            number, result = -1.0, -1
-        if match and match[2].endswith("b") and "I" not in match[2].upper():
-            result //= 8
-    if number < 0 or result < 0:
+    bits = isinstance(size, str) and size.rstrip().endswith("b") and not size.upper().rstrip().endswith("IB")
+    return shard_size(size) // (8 if bits else 1)
+
+
+def shard_size(size: int | str) -> int:
+    """The same where the unit counts bytes however it is written, as it does for shards in Accelerate."""
+    try:
+        if isinstance(size, int):
+            result = size
+        else:
+            number, unit = re.fullmatch(r"\s*([0-9.eE+-]+?)\s*([KMGT]I?B)\s*", size.upper(), re.ASCII).groups()  # type: ignore[union-attr]
+            result = int(float(number) * _UNITS[unit])
+    except (AttributeError, ValueError, OverflowError):
+        result = -1
+    if result < 0:
         raise ConfigError(
-            f"The size {text} cannot be used. Give a number of bytes, or a number with a unit: KB, MB, GB, TB (powers "
-            'of 1000) or KiB, MiB, GiB, TiB (powers of 1024), such as "5GB".'
+            f"The size {size!r} cannot be used. Give a number of bytes, or a number with a unit: KB, MB, GB, TB "
+            '(powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024), such as "5GB".'
         )
     return result

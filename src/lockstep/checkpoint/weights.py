@@ -25,7 +25,7 @@ from lockstep.checkpoint.assigning import Assignment, Loaded, load_into
 from lockstep.checkpoint.safe_file import SafeFile
 from lockstep.checkpoint.sharing import tied_names
 from lockstep.checkpoint.sink import PLAIN, Sink
-from lockstep.checkpoint.sizes import convert_file_size_to_int
+from lockstep.checkpoint.sizes import shard_size
 from lockstep.checkpoint.stored import read_all
 from lockstep.checkpoint.torch_file import TorchFile
 from lockstep.errors import CheckpointError
@@ -81,7 +81,7 @@ def write_weights(
     A tensor under several names is written once: with safetensors under its first name, else under all of them.
     Files of an earlier save are overwritten or left; ``stale`` finds the latter.
     """
-    largest = shard_bytes(max_shard_size)
+    largest = shard_size(max_shard_size)
     refuse_meta(state_dict)
     layout = layout_of(stem, safe)
     if safe:
@@ -96,11 +96,6 @@ def write_weights(
     with sink.open(folder / layout.index) as opened:
         opened.write(plan.index())
     return [*plan.files, layout.index]
-
-
-def shard_bytes(size: int | str) -> int:
-    """The largest size of a shard. Its unit counts bytes even where it is written small, as in Accelerate."""
-    return convert_file_size_to_int(size.upper() if isinstance(size, str) else size)
 
 
 def refuse_meta(state_dict: Mapping[str, Any]) -> None:
