@@ -1,4 +1,4 @@
-"""Killed at any write, fsync, rename or deletion of a save: a complete checkpoint is always found, the old or the new."""
+"""Killed at any write, fsync, rename or deletion of a save: a complete checkpoint is found, the old or the new one."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def sweep(place: Path, disk: Disk, *, all_numbered: bool = False) -> None:
     places = {place, *_left_numbers(place.parent)} if all_numbered else {place}
     for named in places:
         for folder in left_beside(named):
-            _retire(folder, named, disk)
+            retire(folder, named, disk)
     claims = _claim_path(place, place.parent if all_numbered else None)
     pattern = re.compile(re.escape(claims.name) + r"\.(\d+)\.(\d+)\.[0-9a-f]{16}")
     for name in os.listdir(claims.parent):
@@ -242,7 +242,7 @@ def publish(folder: Path, place: Path, disk: Disk, *, durable: bool) -> None:
     if durable:
         disk.fsync_folder(place.parent)
     if swapped:
-        _retire(folder, place, disk)
+        retire(folder, place, disk)
 
 
 def _folders(folder: Path) -> Iterator[Path]:
@@ -251,7 +251,7 @@ def _folders(folder: Path) -> Iterator[Path]:
         yield Path(path)
 
 
-def _retire(folder: Path, place: Path, disk: Disk) -> None:
+def retire(folder: Path, place: Path, disk: Disk) -> None:
     """Delete a folder that is no checkpoint any more. What was in it besides the checkpoint moves to its successor."""
     if not (folder / MARK).exists() and place.is_dir():
         with contextlib.suppress(OSError):

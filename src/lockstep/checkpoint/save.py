@@ -86,8 +86,12 @@ class Site:
 def begin(site: Site, exchange: Exchange) -> None:
     """Called on: all ranks. Agree on the folder, and make it."""
     answer = _attempt(lambda: _begin_home(site) if site.is_home else None)
-    told = exchange((site.house, answer), "agreeing on a checkpoint's folder")
-    _raise_failures(site, [answer for _, answer in told], "could not begin")
+    try:
+        told = exchange((site.house, answer), "agreeing on a checkpoint's folder")
+        _raise_failures(site, [answer for _, answer in told], "could not begin")
+    except BaseException:
+        give_up(site)
+        raise
     chosen = next(answer for house, answer in told if house == site.house and answer is not None)
     place, folder, site.number = chosen
     site.place, site.folder = Path(place), Path(folder)
@@ -104,9 +108,9 @@ def _begin_home(site: Site) -> tuple[str, str, int | None]:
             f"{place} exists already. To go on from it, call load_state() before the first save_state(); for another "
             "run use another project_dir, or set accelerator.project_configuration.iteration to a free number."
         )
-    folder = commit.beside(place, site.claim.token)
-    commit.begin(folder, site.disk)
-    return str(place), str(folder), number
+    site.folder = commit.beside(place, site.claim.token)
+    commit.begin(site.folder, site.disk)
+    return str(place), str(site.folder), number
 
 
 def _choose(wish: Wish) -> tuple[Path, int | None]:
@@ -157,8 +161,8 @@ def finish(
 
 def give_up(site: Site) -> None:
     """Remove what was written so far."""
-    if site.is_home and site.claim is not None:
-        site.disk.remove(site.folder)
+    if site.claim is not None and site.folder.name:
+        commit.retire(site.folder, site.place, site.disk)
     site.close()
 
 
