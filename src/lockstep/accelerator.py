@@ -71,7 +71,8 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState):
     Arguments are those of Accelerate, with these additions: ``step_with_optimizer`` is the guides' name for
     ``step_scheduler_with_optimizer``; ``scheduler_unit="update"`` makes one ``scheduler.step()`` one step on any number
     of processes; ``debug`` verifies each collective before it runs; ``reproducible`` makes the same parameters on any
-    number of processes, as long as the effective batch is the same. Whatever cannot be honoured raises here.
+    number of processes, as long as the effective batch is the same; ``save_on_signal`` makes SIGTERM and SIGUSR1 save
+    the state and end the job. Whatever cannot be honoured raises here.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState):
         scheduler_unit: str = "process",
         debug: bool | str | Iterable[str] | None = None,
         reproducible: bool | None = None,
+        save_on_signal: bool | None = None,
     ) -> None:
         self._settings = settings = read_settings(
             env.snapshot(),
@@ -123,6 +125,7 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState):
             scheduler_unit=scheduler_unit,
             debug=debug,
             reproducible=reproducible,
+            save_on_signal=save_on_signal,
             not_built={
                 "deepspeed_plugin": deepspeed_plugin,
                 "deepspeed_plugins": deepspeed_plugins,
@@ -165,6 +168,7 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState):
         self._guarded = False
         self._group.on_reform(self._start_again)
         session.accelerator = self
+        self._heed_signals(settings.save_on_signal)
         if settings.reproducible:
             from lockstep.logging import get_logger  # loaded where it is used: there is seldom anything to say
 
@@ -348,6 +352,7 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState):
             sparing=self._settings.reproducible,
         )
         self._dataloaders.append(made)
+        made.after_batch = self._after_batch
         return made
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -399,6 +404,7 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState):
 
     def end_training(self) -> None:
         """Leave the job, when a checkpoint that is being written is complete."""
+        self._heed_signals(False)
         self.wait_for_checkpoint()
         current.reset()
 

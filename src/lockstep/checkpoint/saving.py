@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -22,8 +22,12 @@ from lockstep.checkpoint.wrappers import inner_model
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.errors import ConfigError
 from lockstep.logging import get_notices
+from lockstep.rundir import names
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.preempt import Preemption
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
@@ -56,6 +60,8 @@ class SavesState:
     project_configuration: ProjectConfiguration
     unwrap_model: Callable[..., nn.Module]
     _parameters: Callable[[], list[Tensor]]
+    end_training: Callable[[], None]
+    _preemption: Preemption | None = None
     _loaded_run: dict[str, Any] | None = None
     """How the run was set up whose state was loaded; None when none was."""
 
@@ -222,6 +228,30 @@ class SavesState:
                 main_process_only=False,
             )
         self._loaded_run = saved.get("run")
+
+    # --- told to go --------------------------------------------------------------------------------------------
+
+    def _heed_signals(self, wanted: bool) -> None:
+        """From now on, or no more."""
+        if self._preemption is not None:
+            self._preemption.close()
+            self._preemption = None
+        if wanted:
+            from lockstep.checkpoint.preempt import Preemption  # loaded where it is used, as few scripts do
+
+            done = lambda: (self._updates, self._accumulation.step)  # noqa: E731
+            self._preemption = Preemption(self._group, done, self._save_and_leave)
+
+    @property
+    def _after_batch(self) -> Callable[[], None] | None:
+        return None if self._preemption is None else self._preemption.look
+
+    def _save_and_leave(self) -> NoReturn:
+        self.save_state()
+        if self._preemption is not None:
+            self._preemption.deafen()  # a launcher that sees the first rank gone tells the others to go, once more
+        self.end_training()
+        raise SystemExit(names.SAVED)
 
     # --- what is saved -----------------------------------------------------------------------------------------
 

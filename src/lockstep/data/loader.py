@@ -88,6 +88,8 @@ class PreparedDataLoader(DataLoader[Any]):
         self.remainder = UNKNOWN
         """Real samples in the last round: 0 when it is full, -1 while unknown."""
         self._left: int | None = None
+        self.after_batch: Callable[[], None] | None = None
+        """Called when the script is done with a batch."""
         self.at_first_batch: Callable[[], None] | None = None
         """Called once, when the next iteration has its first batch ready, or knows that there is none."""
 
@@ -212,6 +214,8 @@ class PreparedDataLoader(DataLoader[Any]):
                 yield batch if move is None else move.finish(batch)
                 if self._left is not None:
                     self._left -= 1
+                if self.after_batch is not None:
+                    self.after_batch()
             self._be_ready()  # of an epoch that was saved at its end nothing is left
             self._epoch.number += 1
             self.places = None
