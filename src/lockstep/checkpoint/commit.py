@@ -278,18 +278,23 @@ def discard(path: Path, disk: Disk) -> None:
 
 
 def prune(folder: Path, keep: int, disk: Disk) -> list[Path]:
-    """Delete the oldest numbered checkpoints of a folder; those that were.
+    """Delete the oldest numbered checkpoints of a folder; those that were."""
+    gone = []
+    for path in surplus(folder, keep):
+        with contextlib.suppress(OSError):
+            discard(path, disk)
+            gone.append(path)
+    return gone
 
-    Only complete ones count among those that are kept; what is older than the last of them goes.
-    """
+
+def surplus(folder: Path, keep: int) -> list[Path]:
+    """What goes when so many are kept. Only complete ones count; what is older than the last of them goes."""
     from lockstep.checkpoint.find import look  # which looks here for the numbered ones
 
-    kept, gone = 0, []
+    kept, found = 0, []
     for _, path in numbered(folder):
         if kept >= keep:
-            with contextlib.suppress(OSError):
-                discard(path, disk)
-                gone.append(path)
+            found.append(path)
         elif look(path).problem is None:
             kept += 1
-    return gone
+    return found

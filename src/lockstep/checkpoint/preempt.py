@@ -1,9 +1,9 @@
 """Told to go: save the state after a whole batch, on all ranks after the same update, and leave.
 
 A signal (SIGTERM, SIGUSR1) may reach one rank or all. No rank may stop at once: the others would wait for it in the
-next update. So each notes in the job's store how many updates it had made when it heard of it. Ranks that average gradients
-are never more than one update apart; so when all have noted theirs, the largest plus two is an update that none of them
-has passed. After that one they save, together. While no signal has come this costs one comparison per batch.
+next update. So each notes in the job's store how many updates it had made when it heard of it. Ranks that average
+gradients are never more than one update apart; so when all have noted theirs, the largest plus two is an update that
+none of them has passed. After that one they save, together. While no signal has come this costs one comparison a batch.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ COMMANDS = {
     "env": "say where this process would run, on what, and why",
     "watch": "show what every rank of a job is doing, live",
     "stacks": "print where every rank of a job is, down to the Python line",
+    "checkpoint": "list, verify or prune checkpoints",
     "slurm": "write a batch file for SLURM",
 }
 """Subcommand -> what it does; each is the module of its name, with ``add_arguments`` and ``run``."""
