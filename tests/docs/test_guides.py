@@ -20,6 +20,7 @@ NOW = [
     ("DistributedType", "lockstep"),
     ("notebook_launcher", "lockstep"),
     ("get_logger", "lockstep.logging"),
+    ("load_checkpoint_in_model", "lockstep"),
     ("ProjectConfiguration", "lockstep.utils"),
     ("DistributedOperationException", "lockstep.utils.operations"),
     ("broadcast", "lockstep.utils.operations"),
@@ -31,7 +32,6 @@ NOW = [
 LATER = [
     ("find_executable_batch_size", "lockstep"),
     ("find_executable_batch_size", "lockstep.utils"),
-    ("load_checkpoint_in_model", "lockstep"),
     ("DebugUnderflowOverflow", "lockstep.debug_utils"),
     ("detect_overflow", "lockstep.debug_utils"),
 ]
@@ -57,6 +57,7 @@ METHODS_NOW = [
     "prepare",
     "print",
     "reduce",
+    "save_model",
     "set_breakpoint",
     "set_trigger",
     "unwrap_model",
@@ -64,7 +65,7 @@ METHODS_NOW = [
 ]
 """What the guides call on an accelerator that this release has."""
 
-METHODS_LATER = ["load_state", "register_for_checkpointing", "save_model", "save_state"]
+METHODS_LATER = ["load_state", "register_for_checkpointing", "save_state"]
 """The same, for chapters to come."""
 
 PAGES = ["quicktour", "troubleshooting", "debugging", "help"]

@@ -10,13 +10,10 @@ from tests.parity.run import Runs
 LATER = {
     "Accelerator": {
         # checkpoints
-        "get_state_dict",
         "load_state",
         "register_for_checkpointing",
         "register_load_state_pre_hook",
         "register_save_state_pre_hook",
-        "save",
-        "save_model",
         "save_state",
         # trackers
         "get_tracker",
