@@ -3,76 +3,21 @@
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.checkpoint.disk import Disk
-from lockstep.testing.faults import die
-from lockstep.topology import current
 from lockstep.utils import ProjectConfiguration
+from tests.faults.dying import Dying
 
 FAR = 1 << 30
-
-
-class Dying(Disk):
-    """A disk that counts its calls and kills the process at one of them, before it or half-way through."""
-
-    def __init__(self, fatal: int, *, half: bool, swaps: bool) -> None:
-        self.calls = 0
-        self._fatal, self._half, self._swaps = fatal, half, swaps
-
-    def _count(self, half: Callable[[], Any] = lambda: None) -> None:
-        self.calls += 1
-        if self.calls == self._fatal:
-            if self._half:
-                half()
-            die(signal.SIGKILL)
-
-    def write(self, file: int, data: memoryview) -> int:
-        self._count(lambda: os.write(file, data[: len(data) // 2]))
-        return super().write(file, data)
-
-    def fsync(self, file: int) -> None:
-        self._count()
-        super().fsync(file)
-
-    def create(self, path: Path, text: str = "") -> None:
-        self._count(path.touch)
-        super().create(path, text)
-
-    def link(self, path: Path, name: Path) -> None:
-        self._count()
-        super().link(path, name)
-
-    def make(self, folder: Path) -> None:
-        self._count()
-        super().make(folder)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._count()
-        super().rename(source, target)
-
-    def exchange(self, one: Path, other: Path) -> bool:
-        self._count()
-        return super().exchange(one, other) if self._swaps else False
-
-    def remove(self, folder: Path) -> None:
-        self._count(lambda: [path.unlink() for path in sorted(folder.iterdir())[::2] if path.is_file()])
-        super().remove(folder)
-
-    def unlink(self, path: Path) -> None:
-        self._count()
-        super().unlink(path)
 
 
 class Trainee:
@@ -119,7 +64,7 @@ def in_child() -> Iterator[bool]:
     os._exit(1)  # only a kill is an end we want
 
 
-@pytest.mark.usefixtures("alone_here")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("half", [False, True], ids=["before it", "half-way"])
 @pytest.mark.parametrize("kind", ["replaced", "replaced in two steps", "numbered, one kept"])
 def test_a_kill_at_every_call_leaves_a_complete_checkpoint(memory: Path, kind: str, half: bool) -> None:
@@ -156,12 +101,3 @@ def memory(tmp_path: Path) -> Iterator[Path]:
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else tmp_path) as folder:
         yield Path(folder)
-
-
-@pytest.fixture
-def alone_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    current.reset()
-    yield
-    current.reset()

@@ -16,8 +16,6 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.started = 0
-        """How many there have been."""
 
     @property
     def busy(self) -> bool:
@@ -36,7 +34,6 @@ class Background:
         # No daemon: a script that ends leaves a complete checkpoint.
         self._thread = threading.Thread(target=run, name="lockstep-checkpoint")
         self._thread.start()
-        self.started += 1
 
     def wait(self) -> None:
         """Until it has ended; raises what it failed with."""

@@ -12,17 +12,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, NoReturn
-
-from torch.distributed import DistStoreError
 
 from lockstep.logging import get_notices
 from lockstep.topology.group import Group
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _MARGIN = 2
-_SLICE = timedelta(seconds=2)
+_POLL = 0.5
 _PREFIX = "preempt"
 
 
@@ -58,16 +55,16 @@ class Preemption:
 
     def _listen(self) -> None:
         """Hear of a signal that another rank got."""
-        while not self._closed.is_set():
+        # Asked again and again: torch's own wait prints a warning for each time that nothing came.
+        while not self._closed.wait(_POLL):
             try:
-                self._store.wait([f"{_PREFIX}/asked"], _SLICE)
-            except DistStoreError:
-                continue
+                told = self._store.check([f"{_PREFIX}/asked"])
             except RuntimeError:
                 return  # the job's store has gone, and the job with it
-            if self.asked is None:
+            if told and self.asked is None:
                 self.asked = 0
-            return
+            if told:
+                return
 
     def look(self) -> None:
         """Called on: all ranks, after each batch of a loader. Save and leave, if it is time."""

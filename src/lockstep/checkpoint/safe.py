@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +102,27 @@ def unpack(value: Any) -> Any:
 def write(value: Any, file: HashedFile) -> None:
     """Write a packed value as torch does; an error of the disk comes out as it is."""
     try:
-        torch.save(value, file)  # type: ignore[arg-type]  # it asks for no more than write and flush
+        with _without_checksums():
+            torch.save(value, file)  # type: ignore[arg-type]  # it asks for no more than write and flush
     except RuntimeError:
         if file.error is not None:  # torch makes an error of its own of it
             raise file.error from None
         raise
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """Torch's own sums take as long as writing the bytes, and it never looks at them; the manifest has better ones.
+
+    The switch is the process's. So it is only thrown in the main thread, for as long as that is in here.
+    """
+    before = torch.serialization.get_crc32_options()
+    if threading.current_thread() is threading.main_thread():
+        torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def read(path: Path, *, trusted: bool = False) -> Any:

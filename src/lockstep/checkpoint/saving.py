@@ -108,7 +108,7 @@ class SavesState:
             if blocking:
                 self._finish(site, content, talk, mark, failure)
             else:
-                through = exchange.StoreExchange(group, extras.background.started)
+                through = exchange.StoreExchange(group, site.ticket)
                 extras.background.start(lambda: self._finish(site, content, through, mark, failure))
             if site.number is not None:
                 self.project_configuration.iteration = site.number + 1

@@ -86,7 +86,8 @@ class Run:
         """What must be the same after a resume, to the bit."""
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         return {
-            "weights": self.weights().tolist(),
+            "weights": torch.cat([value.detach().flatten() for value in self.model.parameters()]).tolist(),
+            "buffers": torch.cat([value.double().flatten() for value in self.model.buffers()]).tolist(),
             "moments": torch.cat([torch.as_tensor(value).double().flatten() for value in moments]).tolist(),
             "rates": self.scheduler.get_last_lr(),
             "average": (self.average.value, self.average.count),
