@@ -52,12 +52,15 @@ METHODS_NOW = [
     "gather_for_metrics",
     "is_local_main_process",
     "is_main_process",
+    "load_state",
     "optimizer_step_was_skipped",
     "pad_across_processes",
     "prepare",
     "print",
     "reduce",
+    "register_for_checkpointing",
     "save_model",
+    "save_state",
     "set_breakpoint",
     "set_trigger",
     "unwrap_model",
@@ -65,7 +68,7 @@ METHODS_NOW = [
 ]
 """What the guides call on an accelerator that this release has."""
 
-METHODS_LATER = ["load_state", "register_for_checkpointing", "save_state"]
+METHODS_LATER: list[str] = []
 """The same, for chapters to come."""
 
 PAGES = ["quicktour", "troubleshooting", "debugging", "help"]

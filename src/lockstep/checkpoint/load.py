@@ -63,7 +63,11 @@ def load(
 
     ``models`` says which are to be loaded from a folder: the user's hooks may see to some of them.
     """
-    paths = [Path(path) for path in exchange([str(path) for path in _paths(request)], "looking for checkpoints")[0]]
+    # By name: where each machine keeps its own, they need not be in the same folder.
+    names = exchange([path.name for path in find.candidates(request.place, many=request.many)], "finding checkpoints")[
+        0
+    ]
+    paths = [request.place / name if request.many else request.place.with_name(name) for name in names]
     if not paths:
         if request.many:
             return None
@@ -79,10 +83,6 @@ def load(
         skipped.append(f"{path.name} was skipped: {outcome}")
     told = "\n".join(f"- {line}" for line in skipped)
     raise CheckpointError(f"None of the checkpoints in {request.place} can be loaded, and nothing was changed:\n{told}")
-
-
-def _paths(request: Request) -> list[Path]:
-    return find.candidates(request.place, many=request.many)
 
 
 def _try(
