@@ -17,11 +17,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from lockstep.checkpoint.sharing import view_key
-from lockstep.checkpoint.stored import Entries, as_entries, is_stored, read_all
+from lockstep.checkpoint.stored import Entries, as_entries, is_stored, read_all, some
 from lockstep.errors import CheckpointError
 from lockstep.logging import get_logger
-
-_MOST_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -111,13 +109,13 @@ class Assignment:
         problems = [text for name in self._targets if name in found if (text := self._misfit(name, found[name]))]
         missing, unexpected = self.loaded.missing_keys, self.loaded.unexpected_keys
         if strict and missing:
-            problems.append(f"{len(missing)} names of the model are not there: {_some(missing)}")
+            problems.append(f"{len(missing)} names of the model are not there: {some(missing)}")
         if strict and unexpected:
-            problems.append(f"{len(unexpected)} names are not in the model: {_some(unexpected)}")
+            problems.append(f"{len(unexpected)} names are not in the model: {some(unexpected)}")
         if found and self._targets and not set(found) & set(self._targets):
             problems.append(
-                f"not one of its {len(found)} names ({_some(list(found))}) is a name of the model "
-                f"({_some(list(self._targets))})"
+                f"not one of its {len(found)} names ({some(list(found))}) is a name of the model "
+                f"({some(list(self._targets))})"
             )
         torn = self._torn(found)
         if strict:
@@ -311,8 +309,3 @@ def _kind(dtype: torch.dtype) -> str:
     if dtype.is_floating_point:
         return "floating"
     return "bool" if dtype == torch.bool else "integer"
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -18,13 +18,12 @@ from torch import nn
 from lockstep.checkpoint.assigning import Assignment, Loaded
 from lockstep.checkpoint.placing import OffloadFolder, Placing, as_dtype
 from lockstep.checkpoint.sending import all_or_none, from_rank_0
+from lockstep.checkpoint.stored import some
 from lockstep.checkpoint.weights import Weights, open_weights
 from lockstep.checkpoint.wrappers import inner_model
 from lockstep.errors import CheckpointError, ConfigError, NotYetError
 from lockstep.logging import get_logger
 from lockstep.topology import current
-
-_MOST_NAMES = 10
 
 
 def load_checkpoint_in_model(
@@ -104,6 +103,4 @@ def _tell(loaded: Loaded, path: Path) -> None:
         (loaded.unexpected_keys, "of its weights are not in the model and were not used"),
     ):
         if names:
-            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-            told = ", ".join(names[:_MOST_NAMES])
-            get_logger(__name__).warning(f"{path}: {len(names)} {what}: {told}{more}.")
+            get_logger(__name__).warning(f"{path}: {len(names)} {what}: {some(names, 10)}.")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.sink import PLAIN, Opened, Sink
-from lockstep.checkpoint.stored import open_regular
+from lockstep.checkpoint.stored import InFile, open_regular
 from lockstep.errors import CheckpointError
 
 LONGEST_HEADER = 100_000_000
@@ -115,17 +115,11 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 @dataclass(frozen=True)
-class SafeTensor:
+class SafeTensor(InFile):
     """One tensor of a file."""
 
     file: SafeFile = field(repr=False)
     """The file that it is in."""
-    name: str
-    """Its name."""
-    shape: tuple[int, ...]
-    """Its size in each dimension."""
-    dtype: torch.dtype
-    """Its element type."""
     start: int
     """Where its first byte is, from the start of the file."""
     nbytes: int
@@ -234,7 +228,7 @@ class SafeFile:
         fits = whole and len(shape) <= _MOST_DIMENSIONS and math.prod(shape) * dtype.itemsize == end - start
         if not fits:
             raise self._bad(f"has a header whose entry {name[:200]!r} contradicts itself")
-        return SafeTensor(self, name, tuple(shape), dtype, base + start, end - start)
+        return SafeTensor(name, tuple(shape), dtype, self, base + start, end - start)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

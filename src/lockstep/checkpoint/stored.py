@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,18 @@ class Stored(Protocol):
     def read_into(self, target: Tensor) -> None:
         """Overwrite the target, which has this shape, with the values."""
         ...
+
+
+@dataclass(frozen=True)
+class InFile:
+    """What is known of a tensor in a file before it is read."""
+
+    name: str
+    """Its name."""
+    shape: tuple[int, ...]
+    """Its size in each dimension."""
+    dtype: torch.dtype
+    """Its element type."""
 
 
 class InMemory:
@@ -70,6 +83,12 @@ def read_all(entries: Entries) -> dict[str, Any]:
 def is_stored(entry: Any) -> bool:
     """Whether the entry is a tensor."""
     return hasattr(entry, "read_into")
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def open_regular(path: Path) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.sharing import id_tensor_storage, view_key
 from lockstep.checkpoint.sink import PLAIN, Opened, Sink
-from lockstep.checkpoint.stored import open_regular
+from lockstep.checkpoint.stored import InFile, open_regular
 from lockstep.errors import CheckpointError
 
 
@@ -60,17 +60,11 @@ def _compact(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class TorchTensor:
+class TorchTensor(InFile):
     """One tensor of a file."""
 
     file: TorchFile = field(repr=False)
     """The file that it is in."""
-    name: str
-    """Its name."""
-    shape: tuple[int, ...]
-    """Its size in each dimension."""
-    dtype: torch.dtype
-    """Its element type."""
 
     def read(self) -> Tensor:
         """A view of the mapped file; changing it changes memory only."""
@@ -93,7 +87,7 @@ class TorchFile:
             os.close(descriptor)
         self._state: Mapping[str, Any] | None = None
         self.entries: dict[str, Any] = {
-            name: TorchTensor(self, name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+            name: TorchTensor(name, tuple(value.shape), value.dtype, self) if isinstance(value, Tensor) else value
             for name, value in self.state().items()
         }
 

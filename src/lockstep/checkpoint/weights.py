@@ -26,7 +26,7 @@ from lockstep.checkpoint.safe_file import SafeFile
 from lockstep.checkpoint.sharing import tied_names
 from lockstep.checkpoint.sink import PLAIN, Sink
 from lockstep.checkpoint.sizes import shard_size
-from lockstep.checkpoint.stored import read_all
+from lockstep.checkpoint.stored import read_all, some
 from lockstep.checkpoint.torch_file import TorchFile
 from lockstep.errors import CheckpointError
 from lockstep.logging import get_logger
@@ -103,7 +103,7 @@ def refuse_meta(state_dict: Mapping[str, Any]) -> None:
     empty = [name for name, value in state_dict.items() if isinstance(value, Tensor) and value.device.type == "meta"]
     if empty:
         raise CheckpointError(
-            f"{len(empty)} of {len(state_dict)} tensors have no values: they are on the meta device ({_some(empty)}). "
+            f"{len(empty)} of {len(state_dict)} tensors have no values: they are on the meta device ({some(empty)}). "
             "Parts that were offloaded or never loaded cannot be saved; load the whole model first."
         )
 
@@ -182,7 +182,7 @@ def _open_shards(index: Path, files: list[SafeFile | TorchFile]) -> Weights:
         listed = {tensor for tensor, place in places.items() if place == name}
         if absent := sorted(listed - set(file.entries)):
             raise CheckpointError(
-                f"{file.path} does not hold {_some(absent)}, which {index.name} says are there. The files are not "
+                f"{file.path} does not hold {some(absent)}, which {index.name} says are there. The files are not "
                 "those of one save."
             )
         entries.update((tensor, entry) for tensor, entry in file.entries.items() if tensor in listed)
@@ -215,11 +215,6 @@ def _other_index(folder: Path, stem: str) -> Path:
     others = sorted(folder.glob("*.index.json"))
     if len(others) == 1 and stem == "model":
         return others[0]
-    seen = f"{len(others)} indexes ({_some([path.name for path in others])})" if others else "no index"
+    seen = f"{len(others)} indexes ({some([path.name for path in others])})" if others else "no index"
     names = ", ".join(layout_of(stem, safe).whole for safe in (True, False))
     raise CheckpointError(f"{folder} holds no model: there is none of {names}, and {seen}.")
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
