@@ -175,6 +175,12 @@ class Assignment:
         for name in self._file_by_file(self._entries):
             self._fill_one(name)
 
+    @torch.no_grad()
+    def fill(self, names: Iterable[str]) -> None:
+        """Load the tensors of these names only; several threads may share the names, unless ``by_module`` holds."""
+        for name in names:
+            self._fill_one(name)
+
     def _file_by_file(self, names: Iterable[str]) -> Iterator[str]:
         """Those of the names that are to be loaded; a file that is done with holds no memory any more."""
         last: Any = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,8 +100,10 @@ def _try(
     told = exchange(problem, "looking at a checkpoint")
     if any(told):
         return _joined(told)
+    threads = min(8, max(1, (os.cpu_count() or 1) // topology.local_world_size))
     with ExitStack() as stack:
-        hashes = None if seen.manifest is None else _start_hashing(path, seen.manifest, topology, stack)
+        pool = stack.enter_context(hashing.pool(threads))
+        hashes = None if seen.manifest is None else _start_hashing(path, seen.manifest, topology, pool, stack)
         answer: Any
         try:
             loaded, assignments = _read(path, request, objects, models, stack)
@@ -116,7 +119,7 @@ def _try(
         if any(told):
             return _joined(told)
         for assignment in assignments:
-            assignment.run()
+            _run(assignment, pool, threads)
         seed = state.assign(loaded, objects)
     number = None
     if seen.manifest is not None and isinstance(seen.manifest.about.get("number"), int):
@@ -136,10 +139,20 @@ def _joined(told: Sequence[str | None]) -> str:
     )
 
 
-def _start_hashing(path: Path, found: Manifest, topology: Topology, stack: ExitStack) -> find.Checking:
+def _run(assignment: Assignment, pool: ThreadPoolExecutor, threads: int) -> None:
+    """Fill a model from several threads, unless its modules have a hand in it."""
+    if assignment.by_module:
+        assignment.run()
+        return
+    names = list(assignment.places)
+    for _ in pool.map(assignment.fill, [names[part::threads] for part in range(threads)]):
+        pass
+
+
+def _start_hashing(
+    path: Path, found: Manifest, topology: Topology, pool: ThreadPoolExecutor, stack: ExitStack
+) -> find.Checking:
     """This rank's share of the hashing, in threads."""
-    threads = max(1, (os.cpu_count() or 1) // topology.local_world_size)
-    pool = stack.enter_context(hashing.pool(min(threads, 8)))
     mine = hashing.share(found.chunks(), topology.local_rank, topology.local_world_size)
     checking = find.Checking(path, found, mine, pool)
     stack.callback(checking.cancel)
