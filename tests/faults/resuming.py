@@ -14,7 +14,7 @@ from lockstep.utils import ProjectConfiguration
 # "slow" for batches that take their time.
 folder, fates = sys.argv[1], sys.argv[2:]
 project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
-options = {"gradient_accumulation_steps": 3, "save_on_signal": "slow" in fates}
+options = {"gradient_accumulation_steps": 3, "save_on_signal": True}
 accelerator = Accelerator(cpu=True, project_config=project, **options)
 marks = os.path.join(folder, "deaths")
 deaths = len(open(marks).read()) if os.path.exists(marks) else 0

@@ -30,7 +30,7 @@ def by_collective(group: Group) -> Exchange:
         try:
             return all_objects(group, value, doing)
         except PeerFailure as error:
-            dead = _dead_ranks(group) if error.rank is None else []
+            dead = dead_ranks(group) if error.rank is None else []
             if not dead:
                 raise
             raise PeerFailure(f"While {doing}, {name_ranks(dead)} died. {error}", rank=dead[0]) from error
@@ -38,11 +38,13 @@ def by_collective(group: Group) -> Exchange:
     return talk
 
 
-def _dead_ranks(group: Group) -> list[int]:
+def dead_ranks(group: Group) -> list[int]:
     """Ranks of this machine whose process is gone: a broken connection does not say whose it was."""
     boxes = read_all(group.boxes) if group.boxes is not None else []
     mine = next((box for box in boxes if box.rank == group.rank and box.pid == os.getpid()), None)
-    return [box.rank for box in boxes if mine is not None and box.attempt == mine.attempt and not box.alive]
+    return [
+        box.rank for box in boxes if mine is not None and box.attempt == mine.attempt and not (box.alive or box.closed)
+    ]
 
 
 class StoreExchange:

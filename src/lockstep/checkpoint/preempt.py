@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from lockstep.checkpoint.exchange import dead_ranks
 from lockstep.logging import get_notices
 from lockstep.topology.group import Group
 
@@ -47,7 +48,9 @@ class Preemption:
             threading.Thread(target=self._listen, name="lockstep-preemption", daemon=True).start()
 
     def _on_signal(self, number: int, _: Any) -> None:
-        if os.getpid() != self._pid:  # a worker of a loader, forked with our handler: it ends as it would without
+        # A worker of a loader, forked with our handler; or a launcher that ends the ranks because one of them has died,
+        # so that no common save can come any more: end as without us.
+        if os.getpid() != self._pid or (self.asked is None and dead_ranks(self._group)):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif self.asked is None:
