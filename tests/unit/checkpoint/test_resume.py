@@ -48,9 +48,7 @@ def test_after_any_batch(tmp_path: Path, expected: dict[str, Any], stop: int) ->
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=st.integers(1, BATCHES - 2), second=st.integers(1, BATCHES - 2), blocking=st.booleans())
-def test_after_a_second_time(
-    tmp_path: Path, expected: dict[str, Any], first: int, second: int, blocking: bool
-) -> None:
+def test_after_a_second_time(tmp_path: Path, expected: dict[str, Any], first: int, second: int, blocking: bool) -> None:
     second = min(second, BATCHES - first)
     assert interrupted(tmp_path / "state", first, second, blocking=blocking).result() == expected
 
