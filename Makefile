@@ -49,6 +49,7 @@ bench: $(VENV)/.installed-bench   ## time training steps and loaders next to raw
 	$(PY) benchmarks/data.py
 	$(RANKS2) benchmarks/data.py
 	$(PY) benchmarks/launch.py
+	$(PY) benchmarks/weights.py
 
 clean:   ## remove caches and build output (.venv stays)
 	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache src/*.egg-info

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from lockstep.accelerator import Accelerator
+    from lockstep.checkpoint.loading import load_checkpoint_in_model
     from lockstep.comm.rng import set_seed, synchronize_rng_states
     from lockstep.config.choices import DDPCommunicationHookType, DistributedType
     from lockstep.config.handlers import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     )
     from lockstep.data.prepare import skip_first_batches
     from lockstep.errors import (
+        CheckpointError,
         ConfigError,
         DataError,
         DistributedOperationException,
@@ -46,6 +48,7 @@ __version__ = "0.1.0.dev0"
 
 _PLACES = {
     "lockstep.accelerator": ("Accelerator",),
+    "lockstep.checkpoint.loading": ("load_checkpoint_in_model",),
     "lockstep.comm.rng": ("set_seed", "synchronize_rng_states"),
     "lockstep.config.choices": ("DDPCommunicationHookType", "DistributedType"),
     "lockstep.config.handlers": (
@@ -61,6 +64,7 @@ _PLACES = {
     ),
     "lockstep.data.prepare": ("skip_first_batches",),
     "lockstep.errors": (
+        "CheckpointError",
         "ConfigError",
         "DataError",
         "DistributedOperationException",
@@ -82,6 +86,7 @@ __all__ = [
     "Accelerator",
     "AcceleratorState",
     "AutocastKwargs",
+    "CheckpointError",
     "ConfigError",
     "DDPCommunicationHookType",
     "DataError",
@@ -106,6 +111,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "debug_launcher",
+    "load_checkpoint_in_model",
     "notebook_launcher",
     "set_seed",
     "skip_first_batches",

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from lockstep.checkpoint.models import SavesModels
+from lockstep.checkpoint.saving import SavesState
 from lockstep.comm import objects, rng
 from lockstep.comm.talk import Talk
 from lockstep.comm.view import ProcessView
@@ -60,16 +62,15 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 _OWNER = "_lockstep_owner"
 _LATER = (
-    "save, save_model, save_state, load_state, get_state_dict, register_for_checkpointing, "
-    "register_save_state_pre_hook, register_load_state_pre_hook, init_trackers, get_tracker, "
-    "log, trackers, maybe_context_parallel, lomo_backward, torch_device_mesh, is_fsdp2, deepspeed_plugin, fp8_backend, "
-    "should_save_model, tensor_parallel_rank, data_parallel_rank, data_parallel_shard_rank, pipeline_parallel_rank, "
-    "context_parallel_rank, is_composable_parallelism_enabled, deepspeed_ulysses_dl_adapter"
+    "init_trackers, get_tracker, log, trackers, maybe_context_parallel, lomo_backward, torch_device_mesh, is_fsdp2, "
+    "deepspeed_plugin, fp8_backend, should_save_model, tensor_parallel_rank, data_parallel_rank, "
+    "data_parallel_shard_rank, pipeline_parallel_rank, context_parallel_rank, "
+    "is_composable_parallelism_enabled, deepspeed_ulysses_dl_adapter"
 )
 """Names of the known interface that this release does not have."""
 
 
-class Accelerator(ProcessView, Talk, DataOptions, Watched):
+class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Watched):
     """Runs a training script on one device or many.
 
     Arguments are those of Accelerate, with these additions: ``step_with_optimizer`` is the guides' name for
@@ -77,7 +78,8 @@ class Accelerator(ProcessView, Talk, DataOptions, Watched):
     of processes; ``debug`` verifies each collective before it runs, or with ``"underflow_overflow"`` looks for the
     first NaN or infinity in every module; ``nan_policy`` is what is done about a loss or gradient that is no number:
     "warn", "skip" the update, "stop" or "off"; ``reproducible`` makes the same parameters on any number of processes,
-    as long as the effective batch is the same. Whatever cannot be honoured raises here.
+    as long as the effective batch is the same; ``save_on_signal`` makes SIGTERM and SIGUSR1 save the state and end the
+    job. Whatever cannot be honoured raises here.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Accelerator(ProcessView, Talk, DataOptions, Watched):
         debug: bool | str | Iterable[str] | None = None,
         reproducible: bool | None = None,
         nan_policy: str | None = None,
+        save_on_signal: bool | None = None,
     ) -> None:
         environ = env.snapshot()
         self._settings = settings = read_settings(
@@ -132,6 +135,7 @@ class Accelerator(ProcessView, Talk, DataOptions, Watched):
             debug=debug,
             nan_policy=nan_policy,
             reproducible=reproducible,
+            save_on_signal=save_on_signal,
             not_built={
                 "deepspeed_plugin": deepspeed_plugin,
                 "deepspeed_plugins": deepspeed_plugins,
@@ -187,6 +191,7 @@ class Accelerator(ProcessView, Talk, DataOptions, Watched):
         )
         self._group.on_reform(self._start_again)
         session.accelerator = self
+        self._heed_signals(settings.save_on_signal)
         if settings.reproducible:
             from lockstep.logging import get_logger  # loaded where it is used: there is seldom anything to say
 
@@ -371,6 +376,7 @@ class Accelerator(ProcessView, Talk, DataOptions, Watched):
             sparing=self._settings.reproducible,
         )
         self._dataloaders.append(made)
+        made.after_batch = self._after_batch
         return made
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -422,7 +428,9 @@ class Accelerator(ProcessView, Talk, DataOptions, Watched):
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Leave the job."""
+        """Leave the job, when a checkpoint that is being written is complete."""
+        self._heed_signals(False)
+        self.wait_for_checkpoint()
         current.reset()
 
     def _start_again(self) -> None:
@@ -657,7 +665,9 @@ class Accelerator(ProcessView, Talk, DataOptions, Watched):
 
         notices = get_notices("lockstep.run")
         notices.info(self._record.line())
-        for warning in run_file.keep(self.project_dir, self._record) if self.project_dir else ():
+        told = effective.compare_loaded(self._loaded_run, self._record)
+        told += run_file.keep(self.project_dir, self._record) if self.project_dir else []
+        for warning in dict.fromkeys(told):
             notices.warning(warning)
 
     # --- talking to other ranks --------------------------------------------------------------------------------

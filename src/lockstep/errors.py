@@ -8,6 +8,7 @@
     ├── UsageError (RuntimeError)             the right objects, called in a way that cannot work
     ├── DataError (RuntimeError)              a sample or batch could not be read, or not be shared between ranks
     ├── NumericsError (ValueError)            a number became NaN or infinite, or a trace is complete, and the run stops
+    ├── CheckpointError (RuntimeError)        a checkpoint or model file cannot be written, read or used
     ├── TopologyError (RuntimeError)          the processes cannot be put together into one job
     ├── PeerFailure (RuntimeError)            this rank is fine; another one failed, or the line to it broke
     ├── RankFailed (RuntimeError)             a function that was started on several processes failed on one of them
@@ -55,6 +56,10 @@ class UsageError(LockstepError, RuntimeError):
 
 class DataError(LockstepError, RuntimeError):
     """A sample or batch could not be read, or not be shared between ranks."""
+
+
+class CheckpointError(LockstepError, RuntimeError):
+    """A checkpoint or a model file could not be written, or not be read, or does not fit what it is for."""
 
 
 class NumericsError(LockstepError, ValueError):

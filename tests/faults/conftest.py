@@ -1,3 +1,5 @@
+"""Jobs that run side by side; and tests of faults that stay in this process begin where those of one process do."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -5,6 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.faults.jobs import Job, Result, side_by_side
+from tests.unit.conftest import alone
+
+__all__ = ["alone", "ended"]
 
 
 @pytest.fixture(scope="session")

@@ -9,15 +9,6 @@ from tests.parity.run import Runs
 # Each of these comes with a later issue; a name that has arrived must leave this list.
 LATER = {
     "Accelerator": {
-        # checkpoints
-        "get_state_dict",
-        "load_state",
-        "register_for_checkpointing",
-        "register_load_state_pre_hook",
-        "register_save_state_pre_hook",
-        "save",
-        "save_model",
-        "save_state",
         # trackers
         "get_tracker",
         "init_trackers",

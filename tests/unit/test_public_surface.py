@@ -17,11 +17,12 @@ from lockstep import Accelerator
 from lockstep.comm import tensors
 
 TOP = """
-Accelerator AcceleratorState AutocastKwargs ConfigError DDPCommunicationHookType DataError DataLoaderConfiguration
+Accelerator AcceleratorState AutocastKwargs CheckpointError ConfigError DDPCommunicationHookType DataError
+DataLoaderConfiguration
 DistributedDataParallelKwargs DistributedOperationException DistributedType GradScalerKwargs
 GradientAccumulationPlugin GradientState InitProcessGroupKwargs LockstepError NotYetError NumericsError PartialState
 PeerFailure ProfileKwargs ProjectConfiguration RankFailed TopologyError TorchDynamoPlugin UsageError __version__
-debug_launcher notebook_launcher set_seed
+debug_launcher load_checkpoint_in_model notebook_launcher set_seed
 skip_first_batches synchronize_rng_states tqdm
 """.split()  # noqa: SIM905
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": "find out whether this machine, its network and the cluster are fit to train",
     "bundle": "put what a bug report needs into one zip, without secrets",
     "numerics": "keep the numbers of a run, compare two runs, look at them as a heat map",
+    "checkpoint": "list, verify or prune checkpoints",
     "slurm": "write a batch file for SLURM",
 }
 """Subcommand -> what it does; each is the module of its name, with ``add_arguments`` and ``run``."""

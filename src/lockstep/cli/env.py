@@ -45,6 +45,7 @@ _DEFAULTS = {
     "mixed_precision": "no",
     "gradient_accumulation_steps": "1",
     "reproducible": "no",
+    "save_on_signal": "no",
     "debug": "no",
     "numerics_record": "no",
     "nan_policy": "warn",

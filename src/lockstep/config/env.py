@@ -21,6 +21,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     ),
     "reproducible": ("LOCKSTEP_REPRODUCIBLE",),
+    "save_on_signal": ("LOCKSTEP_SAVE_ON_SIGNAL",),
     "debug": ("LOCKSTEP_DEBUG_MODE", "ACCELERATE_DEBUG_MODE"),
     "numerics_record": ("LOCKSTEP_NUMERICS_RECORD",),
     "nan_policy": ("LOCKSTEP_NAN_POLICY",),

@@ -72,6 +72,8 @@ class Settings:
     """What is done about a loss or gradient that is no number."""
     reproducible: bool
     """Whether parameters are to come out the same on any number of processes."""
+    save_on_signal: bool
+    """Whether SIGTERM and SIGUSR1 save the state and end the job."""
 
     def handler(self, kind: type[Handler]) -> Handler:
         """The options of one kind, or their defaults."""
@@ -124,6 +126,7 @@ def read_settings(
     debug: Any,
     nan_policy: Any,
     reproducible: bool | None,
+    save_on_signal: bool | None,
     not_built: Mapping[str, Any],
 ) -> Settings:
     """Check every argument and variable; raise once for all that cannot be honoured."""
@@ -140,6 +143,7 @@ def read_settings(
         ("split_batches", split_batches),
         ("cpu", cpu),
         ("reproducible", reproducible),
+        ("save_on_signal", save_on_signal),
     ):
         problems.attempt(lambda name=name, flag=flag: _flag(name, flag), None)  # type: ignore[misc]
     precision = problems.attempt(
@@ -176,9 +180,20 @@ def read_settings(
         numerics_record=problems.attempt(lambda: read_recording(environ), None),
         nan_policy=problems.attempt(lambda: read_nan_policy(nan_policy, environ), NanPolicy.WARN),
         reproducible=same_everywhere is True,
+        save_on_signal=problems.attempt(
+            lambda: resolve("save_on_signal", save_on_signal, False, environ, env.parse_flag).value, False
+        )
+        is True,
     )
     if settings.reproducible:
         problems.found += _not_reproducible(settings)
+    if settings.save_on_signal and not (settings.project.automatic_checkpoint_naming and settings.project.project_dir):
+        problems.found.append(
+            ConfigError(
+                "save_on_signal=True needs a place to save to. Pass project_config=ProjectConfiguration(project_dir=…, "
+                "automatic_checkpoint_naming=True)."
+            )
+        )
     problems.raise_any()
     return settings
 

@@ -89,6 +89,10 @@ class PreparedDataLoader(DataLoader[Any]):
         self.remainder = UNKNOWN
         """Real samples in the last round: 0 when it is full, -1 while unknown."""
         self._left: int | None = None
+        self.after_batch: Callable[[], None] | None = None
+        """Called when the script is done with a batch."""
+        self.at_first_batch: Callable[[], None] | None = None
+        """Called once, when the next iteration has its first batch ready, or knows that there is none."""
 
     # --- what it is --------------------------------------------------------------------------------------------
 
@@ -210,12 +214,17 @@ class PreparedDataLoader(DataLoader[Any]):
                 if last:
                     self.remainder = self.shard.remainder(round_)
                     self.end_of_dataloader = True
+                if self.at_first_batch is not None:
+                    self._be_ready()
                 if clock is not None:
                     clock.fetches.append((asked, monotonic()))
                 yield batch if move is None else move.finish(batch)
                 asked = monotonic()
                 if self._left is not None:
                     self._left -= 1
+                if self.after_batch is not None:
+                    self.after_batch()
+            self._be_ready()  # of an epoch that was saved at its end nothing is left
             self._epoch.number += 1
             self.places = None
             if audit is not None:
@@ -224,6 +233,11 @@ class PreparedDataLoader(DataLoader[Any]):
                     self._finish_audit()
         finally:
             self._close()
+
+    def _be_ready(self) -> None:
+        if self.at_first_batch is not None:
+            ready, self.at_first_batch = self.at_first_batch, None
+            ready()
 
     def _ahead(self) -> Iterator[Item]:
         """This rank's batches; each is handed out when it is known whether another follows."""

@@ -66,6 +66,8 @@ class Ending:
     """The signal that ended the launcher."""
     verdict: str = ""
     """What the guard said when it stopped the job."""
+    saved: bool = False
+    """Whether the ranks were told to go, and have saved their state."""
 
 
 class Meeting(RendezvousHandler):
@@ -209,12 +211,25 @@ class Agent(LocalElasticAgent):
         if result.is_failed():
             self.exits = self._read_exits(worker_group, before)
             self._sweep()
-            if self.verdict is not None:
-                self._remaining_restarts = 0  # starting it again would only bring it back there
+            if self.verdict is not None or self.saved:
+                self._remaining_restarts = 0  # starting it again would only bring it back there, or was not meant
             if self._remaining_restarts and self.on_failure is not None:
                 left = self._remaining_restarts - 1
                 self._tell(f"{self.on_failure(self.exits)} Starting again ({left} restarts left).")
         return result
+
+    @property
+    def saved(self) -> bool:
+        """Whether all ranks of this machine have ended, none in another way than by saving first when told to go."""
+        context: Any = self._pcontext
+        codes = [handler.proc.poll() for handler in context.subprocess_handlers.values()] if context is not None else []
+        return names.SAVED in codes and set(codes) <= {names.SAVED, 0}
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal to every rank of this machine."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
 
     def _read_exits(self, worker_group: WorkerGroup, before: dict[int, int | None]) -> tuple[Exit, ...]:
         context: Any = self._pcontext
@@ -306,8 +321,10 @@ def run(
     watcher = _watcher(agent, tell, plan.machines)
     env.publish({WATCHED: "1"})
     closing = True
+    passing = {signal.SIGUSR1: lambda number, _: agent.pass_on(number)}
     try:
-        result = agent.run()
+        with _handled(passing):
+            result = agent.run()
         if result is not None and result.is_failed():
             if agent.verdict is None and any(ended.code in _CRASHES and not ended.by_us for ended in agent.exits):
                 agent.verdict = watcher.look_back()
@@ -316,7 +333,7 @@ def run(
             agent.excuse()
     except SignalException as error:
         closing = False  # torch's own rule: a machine that is told to go leaves the job open for others
-        return Ending(signal=int(error.sigval))
+        return Ending(signal=int(error.sigval), saved=agent.saved)
     except RendezvousTimeoutError as error:
         raise TopologyError(
             f"Of {plan.machines} machines not all came to {plan.endpoint} in time. Start the same command on each, "
@@ -333,7 +350,9 @@ def run(
         if closing:
             meeting.shutdown()
     verdict = agent.verdict.text if agent.verdict is not None else ""
-    return Ending(exits=agent.exits if result is None or result.is_failed() else (), verdict=verdict)
+    saved = not verdict and agent.saved
+    failed = (result is None or result.is_failed()) and not saved
+    return Ending(exits=agent.exits if failed else (), verdict=verdict, saved=saved)
 
 
 def _watcher(agent: Agent, tell: Callable[[str], None], machines: int) -> Watcher:

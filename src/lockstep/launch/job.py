@@ -124,8 +124,8 @@ class _Job:
             from lockstep.launch import agent
 
         # Torch handles these even where our caller, such as nohup, has told us to ignore them.
-        names = ",".join(number.name for number in _heeded())
-        env.publish({"TORCHELASTIC_SIGNALS_TO_HANDLE": names or "SIGTERM"})
+        heeded = ",".join(number.name for number in _heeded())
+        env.publish({"TORCHELASTIC_SIGNALS_TO_HANDLE": heeded or "SIGTERM"})
         self.output = Output(prefix=self.plan.value("tee", "0"), collapse=self.quiet)
         with _handling({}):  # puts back what torch changes
             try:
@@ -138,6 +138,10 @@ class _Job:
                 with _handling(dict.fromkeys(_heeded(), _leave)):
                     self.output.close()
                     self.output = None
+        if ending.saved:
+            self.interrupted = ending.signal is not None
+            self.say("told to stop: the ranks have saved their state and ended. The same command goes on from there.")
+            return names.SAVED
         if ending.signal is not None:
             self.interrupted = True
             self.say(f"ended by {signal.Signals(ending.signal).name}; all processes are gone.")
@@ -154,7 +158,8 @@ class _Job:
         output = Output(prefix=self.plan.value("tee", "0")) if alone else None
         # With a terminal to read from, the script stays in its foreground, where the terminal's Ctrl-C reaches it.
         child = _Child(foreground=sys.stdin is not None and sys.stdin.isatty(), grace=self.plan.value("grace", 30.0))
-        with _handling(dict.fromkeys(_heeded(), child.on_signal)):
+        passing = {signal.SIGUSR1: lambda number, _: child.send(number)}
+        with _handling({**dict.fromkeys(_heeded(), child.on_signal), **passing}):
             try:
                 ends = output.open(0, self.logs) if output is not None else {}
                 child.start(self.plan.argv, ends)
@@ -308,7 +313,7 @@ def _leave(number: int, _: Any) -> None:
 
 @contextlib.contextmanager
 def _handling(handlers: Mapping[signal.Signals, Callable[[int, Any], None]]) -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in _ENDING}
+    before = {number: signal.getsignal(number) for number in (*_ENDING, *handlers)}
     for number, handler in handlers.items():
         signal.signal(number, handler)
     try:

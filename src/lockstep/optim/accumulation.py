@@ -85,6 +85,26 @@ class Accumulation:
         self.divisor = self.num_steps
         self._items, self._shared = [], None
 
+    def state_dict(self) -> dict[str, Any]:
+        """The window, as plain values: which micro-batch this is, and what its gradients are divided by."""
+        open_ = not self.sync_gradients  # a block that completes an update may still be open, but its window is not
+        return {
+            "step": self.step,
+            "filled": self._filled if open_ else 0,
+            "divisor": self.divisor,
+            "items": list(self._items) if open_ else [],
+            "item_scale": self._item_scale,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on in the window that ``state_dict`` told of; its gradients are somebody else's business."""
+        self.reset()
+        self.step, self._filled, self._item_scale = state["step"], state["filled"], state["item_scale"]
+        self._items = list(state["items"])
+        if self._filled:
+            self.divisor = state["divisor"]
+            self.sync_gradients = False  # so that nobody clears the gradients before it is complete
+
     def advance(self) -> bool:
         """Enter the next micro-batch; whether it completes an update."""
         loader = self.loaders[-1] if self.loaders else None

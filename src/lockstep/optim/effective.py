@@ -148,6 +148,15 @@ def compare(before: Record, now: Record) -> str | None:
     )
 
 
+def compare_loaded(saved: Any, now: Record) -> list[str]:
+    """The same for the record in a checkpoint that was loaded, where there is one that can be read."""
+    try:
+        difference = None if saved is None else compare(Record.from_dict(saved), now)
+    except ValueError:
+        return []
+    return [] if difference is None else [difference]
+
+
 def _scaled(before: Record, now: Record, factor: float) -> str:
     if before.learning_rate is None:
         return " and see whether the learning rate fits"

@@ -6,6 +6,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+SAVED = 75
+"""The exit code of a rank that was told to go and has saved its state, and of the launcher when all have."""
 VARIABLE = "LOCKSTEP_RUN_DIR"
 """The variable that names the run directory."""
 

@@ -7,12 +7,34 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from lockstep.checkpoint.wrappers import inner_model
 from lockstep.precision import mixed
 from lockstep.strategies.compiling import uncompile
 
 
 class _Unwraps(Protocol):
     def unwrap(self, model: nn.Module) -> nn.Module: ...
+
+
+class _Peel:
+    """Takes off whatever torch has put around a model, without knowing how it got there."""
+
+    def __init__(self, recursive: bool) -> None:
+        self._recursive = recursive
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        model = inner_model(model)
+        if self._recursive:
+            for name, child in model.named_children():
+                setattr(model, name, self.unwrap(child))
+        return model
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """The user's model, out of DDP or DataParallel; with ``recursive``, its parts out of theirs too."""
+    return unwrap(model, _Peel(recursive), keep_fp32_wrapper, keep_torch_compile)
 
 
 def unwrap(model: nn.Module, strategy: _Unwraps, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> nn.Module:

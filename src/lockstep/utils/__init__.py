@@ -1,5 +1,9 @@
 """The import place scripts know. Nothing lives here; each name comes from the room it belongs to."""
 
+from lockstep.checkpoint.loading import load_checkpoint_in_model
+from lockstep.checkpoint.models import save
+from lockstep.checkpoint.sharing import clean_state_dict_for_safetensors, id_tensor_storage
+from lockstep.checkpoint.sizes import convert_file_size_to_int
 from lockstep.comm.free import (
     broadcast,
     broadcast_object_list,
@@ -34,6 +38,7 @@ from lockstep.errors import DistributedOperationException
 from lockstep.launch.basic_config import write_basic_config
 from lockstep.precision.mixed import convert_outputs_to_fp32, convert_to_fp32
 from lockstep.progress import tqdm
+from lockstep.strategies.unwrapping import extract_model_from_parallel
 
 __all__ = [
     "AutocastKwargs",
@@ -54,15 +59,21 @@ __all__ = [
     "TorchDynamoPlugin",
     "broadcast",
     "broadcast_object_list",
+    "clean_state_dict_for_safetensors",
     "concatenate",
+    "convert_file_size_to_int",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
+    "extract_model_from_parallel",
     "find_batch_size",
     "gather",
     "gather_object",
+    "id_tensor_storage",
+    "load_checkpoint_in_model",
     "pad_across_processes",
     "recursively_apply",
     "reduce",
+    "save",
     "send_to_device",
     "set_seed",
     "slice_tensors",

@@ -109,7 +109,7 @@ def test_batches_are_on_the_device_one_ahead() -> None:
         started.append(items[0])
         return torch.tensor(items)
 
-    group = SimpleNamespace(rank=0, world_size=1, scopes=0)
+    group = SimpleNamespace(rank=0, world_size=1, scopes=0, clock=None)
     plain = DataLoader(range(6), batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
     loader = prepare_loader(plain, group, DataLoaderConfiguration(), device=torch.device("meta"))  # type: ignore[arg-type]
     seen = []

@@ -1,0 +1,187 @@
+"""Whole-state checkpoints next to Accelerate's and to a plain write: a 400 MB model with Adam, 1.2 GB of state.
+
+    python benchmarks/checkpoint.py                 best of 5 rounds
+    python benchmarks/checkpoint.py --rounds 9
+
+All contenders run in one process, in turns, in an order that keeps changing; the best of each counts, as what others do
+on the machine can only slow a turn down. Folders of earlier turns are deleted, and what they left in the page cache is
+written out, off the clock. What is loaded lies in the page cache. Memory is the growth of the peak of the resident set
+(``VmHWM``, reset before each turn); for loads, into objects that have no state yet, what stays is taken off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from measure import clock, find_versions, settle, table
+from rich.console import Console
+from torch import Tensor, nn
+
+import lockstep
+
+WIDTH = 1024
+BARS = [
+    ("save, durable", "lockstep", "plain write + fsync", 1.25),
+    ("save, not durable", "lockstep", "accelerate", 0.7),
+    ("load, verified", "lockstep", "accelerate", 1.0),
+    ("blocking=False, stall", "lockstep", "copy in memory", 1.2),
+]
+"""What, who, next to whom, and at most how many times its time."""
+
+
+class Side:
+    """One library's accelerator with a model and an Adam that has made a step."""
+
+    def __init__(self, library: Any, megabytes: int) -> None:
+        self.accelerator = library.Accelerator(cpu=True)
+        torch.manual_seed(0)
+        layers = round(megabytes * 1e6 / (4 * WIDTH * (WIDTH + 1)))
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def forget(self) -> None:
+        """The state of the optimizer, as in a process that has just been started."""
+        getattr(self.optimizer, "optimizer", self.optimizer).state.clear()
+
+    def tensors(self) -> list[Tensor]:
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [*(parameter.detach() for parameter in self.model.parameters()), *moments]
+
+
+def plain_write(tensors: list[Tensor], path: Path, sync: bool) -> None:
+    with open(path, "wb", buffering=0) as file:
+        for tensor in tensors:
+            view = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            while view:
+                view = view[file.write(view) :]
+        if sync:
+            os.fsync(file.fileno())
+
+
+def memory(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+class Race:
+    def __init__(self, folder: Path, megabytes: int) -> None:
+        self.folder = folder
+        self.ours, self.theirs = Side(lockstep, megabytes), Side(accelerate, megabytes)
+        self.size = sum(tensor.nbytes for tensor in self.ours.tensors())
+        self.ours.accelerator.save_state(folder / "ours")
+        self.theirs.accelerator.save_state(str(folder / "theirs"))
+
+    def contenders(self) -> dict[tuple[str, str], Callable[[], object]]:
+        ours, theirs, place = self.ours, self.theirs, self.folder / "new"
+        return {
+            ("save, durable", "plain write + fsync"): lambda: plain_write(ours.tensors(), place, True),
+            ("save, durable", "lockstep"): lambda: ours.accelerator.save_state(place),
+            ("save, not durable", "plain write"): lambda: plain_write(ours.tensors(), place, False),
+            ("save, not durable", "accelerate"): lambda: theirs.accelerator.save_state(str(place)),
+            ("save, not durable", "lockstep"): lambda: ours.accelerator.save_state(place, durable=False),
+            ("load, verified", "accelerate"): lambda: theirs.accelerator.load_state(str(self.folder / "theirs")),
+            ("load, verified", "lockstep"): lambda: ours.accelerator.load_state(self.folder / "ours"),
+            ("blocking=False, stall", "copy in memory"): lambda: [tensor.clone() for tensor in ours.tensors()],
+            ("blocking=False, stall", "lockstep"): lambda: ours.accelerator.save_state(place, blocking=False),
+        }
+
+    def turn(self, key: tuple[str, str], work: Callable[[], object]) -> tuple[float, int]:
+        """Seconds that it took, and bytes that the peak of memory grew by."""
+        place = self.folder / "new"
+        shutil.rmtree(place, ignore_errors=True)
+        place.unlink(missing_ok=True)
+        os.sync()
+        loading = key[0].startswith("load")
+        if loading:
+            (self.ours if key[1] == "lockstep" else self.theirs).forget()
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = memory("VmRSS")
+        begin = clock()
+        left = work()
+        seconds = clock() - begin
+        peak, after = memory("VmHWM"), memory("VmRSS")
+        del left
+        self.ours.accelerator.wait_for_checkpoint()
+        return seconds, peak - (max(before, after) if loading else before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--megabytes", type=int, default=400, help="of the model; with Adam it is three times that")
+    parser.add_argument("--folder", help="where to write (default: a temporary folder)")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        race = Race(Path(folder), arguments.megabytes)
+        settle()
+        work = race.contenders()
+        seconds: dict[tuple[str, str], list[float]] = {key: [] for key in work}
+        peaks: dict[tuple[str, str], list[int]] = {key: [] for key in work}
+        order = list(work)
+        for number in range(arguments.rounds + 1):
+            random.Random(number).shuffle(order)
+            for key in order:
+                took, grew = race.turn(key, work[key])
+                if number:  # the first round warms up
+                    seconds[key].append(took)
+                    peaks[key].append(grew)
+    tell(race, seconds, peaks, load, arguments.json)
+
+
+def tell(race: Race, seconds: Any, peaks: Any, load: float, as_json: bool) -> None:
+    best = {key: min(times) for key, times in seconds.items()}
+    bars = [
+        {
+            "bar": what,
+            "ratio": best[what, who] / best[what, other],
+            "next to": other,
+            "at most": limit,
+            "met": best[what, who] <= limit * best[what, other],
+        }
+        for what, who, other, limit in BARS
+    ]
+    rows = [
+        {"what": what, "who": who, "best": best[what, who], "all": times, "peak_mb": min(peaks[what, who]) / 1e6}
+        for (what, who), times in seconds.items()
+    ]
+    if as_json:
+        print(json.dumps({"bytes": race.size, "load_before": load, "rows": rows, "bars": bars}, indent=1))
+        return
+    console = Console(width=140, highlight=False)
+    versions = find_versions("torch", "accelerate")
+    console.print(", ".join(f"{name} {version}" for name, version in versions.items()))
+    console.print(f"{race.size / 1e9:.2f} GB of state, {os.cpu_count()} cores, load before: {load:.2f}\n")
+    cells = [
+        [row["what"], row["who"], f"{row['best']:.2f}", f"{max(row['all']):.2f}", f"{row['peak_mb']:.0f}"]
+        for row in rows
+    ]
+    console.print(table("Times", ["s", "who", "best", "worst", "MB more at the peak"], cells))
+    cells = [
+        [bar["bar"], bar["next to"], f"{bar['ratio']:.2f}", f"{bar['at most']:g}", "met" if bar["met"] else "NOT MET"]
+        for bar in bars
+    ]
+    console.print(table("Bars", ["lockstep", "next to", "ratio", "at most", "verdict"], cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""How the ranks tell each other how far a save has come: by a collective, or through the job's store.
+
+A save in the background cannot use collectives: training's own are under way, in another order on each rank.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.blackbox.read import read_all
+from lockstep.comm.objects import all_objects
+from lockstep.errors import CheckpointError, PeerFailure
+from lockstep.rundir.ranks import name_ranks
+from lockstep.topology.group import Group
+
+Exchange = Callable[[Any, str], list[Any]]
+"""Called on: all ranks. Every rank's value, in rank order; the text says what for."""
+
+_POLL = 0.02
+
+
+def by_collective(group: Group) -> Exchange:
+    """Called on: all ranks, in the thread that trains."""
+
+    def talk(value: Any, doing: str) -> list[Any]:
+        try:
+            return all_objects(group, value, doing)
+        except PeerFailure as error:
+            dead = dead_ranks(group) if error.rank is None else []
+            if not dead:
+                raise
+            raise PeerFailure(f"While {doing}, {name_ranks(dead)} died. {error}", rank=dead[0]) from error
+
+    return talk
+
+
+def dead_ranks(group: Group) -> list[int]:
+    """Ranks of this machine whose process is gone: a broken connection does not say whose it was."""
+    boxes = read_all(group.boxes) if group.boxes is not None else []
+    mine = next((box for box in boxes if box.rank == group.rank and box.pid == os.getpid()), None)
+    return [
+        box.rank for box in boxes if mine is not None and box.attempt == mine.attempt and not (box.alive or box.closed)
+    ]
+
+
+class StoreExchange:
+    """Through the job's store, on a connection of its own, beside whatever the ranks do meanwhile."""
+
+    def __init__(self, group: Group, ticket: str) -> None:
+        self._group = group
+        self._store: Any = group.store.clone() if group.world_size > 1 else None  # type: ignore[attr-defined]
+        self._prefix = f"checkpoint/{ticket}"
+        self._turn = 0
+
+    def __call__(self, value: Any, doing: str) -> list[Any]:
+        """Called on: all ranks, in the thread that writes."""
+        group = self._group
+        if group.world_size == 1:
+            return [value]
+        self._turn += 1
+        keys = [f"{self._prefix}/{self._turn}/{rank}" for rank in range(group.world_size)]
+        self._store.set(keys[group.rank], pickle.dumps(value))
+        deadline = time.monotonic() + group.timeout.total_seconds()
+        for rank, key in enumerate(keys):
+            self._wait(key, rank, deadline, doing)
+        found = [pickle.loads(self._store.get(key)) for key in keys]
+        self._forget()
+        return found
+
+    def _wait(self, key: str, rank: int, deadline: float, doing: str) -> None:
+        # Asked again and again: torch's own wait prints a warning for each time that nothing came.
+        while not self._store.check([key]):
+            time.sleep(_POLL)
+            if self._group.leaving or time.monotonic() > deadline:
+                raise CheckpointError(f"While {doing}, rank {rank} did not answer: it has failed, or is stuck.")
+
+    def _forget(self) -> None:
+        """What everybody has passed needs to be kept no longer: the turn before the last."""
+        if self._turn > 1:
+            self._store.delete_key(f"{self._prefix}/{self._turn - 1}/{self._group.rank}")

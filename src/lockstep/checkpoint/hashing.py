@@ -1,0 +1,253 @@
+"""Hashes of files, taken while their bytes are written, and compared when they are read.
+
+A file is hashed in chunks, so that several threads, or several ranks, can share the work: while one chunk is written
+its hash is computed on another core.
+
+SHA-256 of every byte would take longer than all the rest of a save (1.5 GB/s with the processor's own instructions for
+it). So the bytes are first condensed: each full MiB is taken as a table of 128 rows and 1024 columns of 64-bit numbers,
+and it is the sums of its rows and of its columns that are hashed, along with what is left over. It is meant to find
+damage, not forgery: whoever can change files can change the manifest. Any change of up to three numbers is seen for
+certain, larger ones unless all their rows and all their columns happen to add up to what they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lockstep.checkpoint.disk import Disk
+
+ALGORITHM = "sums-sha256"
+"""What new checkpoints are hashed with."""
+ALGORITHMS = (ALGORITHM, "sha256")
+"""What can be read; with "sha256" every byte is hashed as it is."""
+CHUNK = 1 << 24
+_SMALL = 1 << 16
+"""Up to this many bytes are collected before they are written: a call of the system, or of a thread, costs more."""
+BLOCK = 1 << 20
+"""Bytes that are condensed together, and read at a time: they are still in the cache when they are hashed."""
+_ROWS = 128
+_AHEAD = 1 << 26
+"""Bytes after which the system is told to begin writing them to the medium."""
+
+
+class Digests:
+    """The hashes of a stream's chunks."""
+
+    def __init__(self, algorithm: str = ALGORITHM, chunk: int = CHUNK) -> None:
+        self._condenses = algorithm == ALGORITHM
+        self._chunk = chunk
+        self._hash = _new_hash()
+        self._filled = 0
+        self._rest = bytearray()
+        self.size = 0
+        """Bytes so far."""
+        self._done: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes of the stream."""
+        while data:
+            part = data[: self._chunk - self._filled]
+            self._add(part)
+            self._filled += len(part)
+            self.size += len(part)
+            data = data[len(part) :]
+            if self._filled == self._chunk:
+                self._close()
+
+    def _add(self, data: memoryview) -> None:
+        if not self._condenses:
+            self._hash.update(data)
+            return
+        if self._rest:
+            missing = BLOCK - len(self._rest)
+            self._rest += data[:missing]
+            data = data[missing:]
+            if len(self._rest) < BLOCK:
+                return
+            self._hash.update(_condense(memoryview(self._rest)))
+            self._rest = bytearray()
+        while len(data) >= BLOCK:
+            self._hash.update(_condense(data[:BLOCK]))
+            data = data[BLOCK:]
+        self._rest += data
+
+    def finish(self) -> tuple[str, ...]:
+        """The hashes, in order; one of nothing for an empty stream."""
+        if self._filled or not self._done:
+            self._close()
+        return tuple(self._done)
+
+    def _close(self) -> None:
+        self._hash.update(self._rest)
+        self._rest = bytearray()
+        self._done.append(self._hash.hexdigest())
+        self._hash = _new_hash()
+        self._filled = 0
+
+
+def _new_hash() -> Any:
+    return hashlib.sha256(usedforsecurity=False)
+
+
+def _condense(block: memoryview) -> bytes:
+    import torch  # loaded where it is used: listing checkpoints needs no hash
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of memory that torch could write to, and does not
+        table = torch.frombuffer(block, dtype=torch.int64).view(_ROWS, -1)
+    return bytes(table.sum(1).numpy()) + bytes(table.sum(0).numpy())
+
+
+class HashedFile:
+    """A new binary file that hashes what is written to it. It gives ``size`` and ``chunks`` once it is closed."""
+
+    def __init__(
+        self,
+        path: Path,
+        disk: Disk,
+        pool: ThreadPoolExecutor,
+        *,
+        durable: bool = True,
+        moved: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self.path = path
+        """Where it is."""
+        self.error: OSError | None = None
+        """What writing failed with: whoever calls ``write`` may make another error of it."""
+        self.chunks: tuple[str, ...] = ()
+        """The hash of each chunk."""
+        self._disk, self._pool, self._durable, self._moved = disk, pool, durable, moved
+        self._digests = Digests()
+        self._told = self._started = 0
+        self._collected = bytearray()
+        self._given_up = False
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    @property
+    def size(self) -> int:
+        """Bytes written."""
+        return self._digests.size + len(self._collected)
+
+    def write(self, data: Any) -> int:
+        """Write all of it. The data may be used again when this returns."""
+        view = memoryview(data).cast("B")
+        if len(view) + len(self._collected) <= _SMALL:
+            self._collected += view
+            return len(view)
+        self.flush()
+        if len(view) <= _SMALL:
+            self._collected += view
+        else:
+            self._pass_on(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Write what was collected."""
+        if self._collected:
+            collected, self._collected = self._collected, bytearray()
+            self._pass_on(memoryview(collected))
+
+    def _pass_on(self, view: memoryview) -> None:
+        """Hash in one thread what is written in this one."""
+        hashing: Future[None] | None = None
+        if len(view) > _SMALL:
+            hashing = self._pool.submit(self._digests.update, view)
+        try:
+            self._write_all(view)
+        except OSError as error:
+            self.error = error
+            raise
+        finally:
+            if hashing is not None:
+                hashing.result()
+        if hashing is None:
+            self._digests.update(view)
+        self._look()
+
+    def _write_all(self, view: memoryview) -> None:
+        while view:
+            view = view[self._disk.write(self._file, view) :]
+
+    def _look(self) -> None:
+        size = self._digests.size
+        if self._durable and size - self._started >= _AHEAD:
+            self._disk.start_writing(self._file, self._started, size - self._started)
+            self._started = size
+        self._moved(size - self._told)
+        self._told = size
+
+    def close(self) -> None:
+        """Bring the file to the medium, and close it."""
+        if self._file < 0:
+            return
+        try:
+            if not self._given_up:
+                self.flush()
+                if self._durable:
+                    self._disk.fsync(self._file)
+        except OSError as error:
+            self.error = error
+            raise
+        finally:
+            os.close(self._file)
+            self._file = -1
+        self.chunks = self._digests.finish()
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._given_up = kind is not None
+        self.close()
+
+
+def hash_chunk(path: Path, number: int, algorithm: str = ALGORITHM, chunk: int = CHUNK) -> str:
+    """The hash of one chunk of a file, as it is on the disk now."""
+    digests = Digests(algorithm, chunk)
+    buffer = memoryview(bytearray(min(BLOCK, chunk)))
+    place, end = number * chunk, (number + 1) * chunk
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while place < end:
+            got = os.preadv(file, [buffer[: end - place]], place)
+            if not got:
+                break
+            digests.update(buffer[:got])
+            place += got
+    finally:
+        os.close(file)
+    return digests.finish()[0]
+
+
+def hash_file(path: Path, algorithm: str = ALGORITHM, chunk: int = CHUNK) -> tuple[int, tuple[str, ...]]:
+    """Size and hashes of a file that somebody else has written."""
+    size = path.stat().st_size
+    return size, tuple(hash_chunk(path, number, algorithm, chunk) for number in range(count_chunks(size, chunk)))
+
+
+def count_chunks(size: int, chunk: int = CHUNK) -> int:
+    """Chunks of a file of so many bytes; an empty file has one, of nothing."""
+    return max(1, -(-size // chunk))
+
+
+def pool(threads: int = 1) -> ThreadPoolExecutor:
+    """Threads to hash in."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="lockstep-hash")
+
+
+Chunk = tuple[str, int]
+"""A file's name, and the number of a chunk in it."""
+
+
+def share(chunks: Sequence[Chunk], part: int, parts: int) -> Sequence[Chunk]:
+    """What one of several workers hashes."""
+    return chunks[part::parts]

@@ -1,0 +1,194 @@
+"""One load: find a checkpoint, read and hash it at the same time, compare it with the objects, and then touch them.
+
+The ranks of a machine share the hashing between them. When anything is wrong on any rank, all of them leave their
+objects as they are, and either try the next older checkpoint together or raise together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lockstep.checkpoint import find, hashing, state, weights
+from lockstep.checkpoint.assigning import Assignment
+from lockstep.checkpoint.exchange import Exchange
+from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.state import Loaded, Objects, numbered_name
+from lockstep.errors import CheckpointError, LockstepError
+from lockstep.topology.topology import Topology
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What was loaded."""
+
+    folder: Path
+    """From where."""
+    number: int | None
+    """Of a numbered checkpoint."""
+    loaded: Loaded
+    derived_seed: int | None = None
+    """The seed that this rank's generators got because it was not there when the state was saved."""
+    skipped: list[str] = field(default_factory=list)
+    """Why newer ones were not taken."""
+    verified: bool = True
+    """Whether there were hashes to compare with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What was asked for."""
+
+    place: Path
+    many: bool
+    """Whether the place is a folder of numbered checkpoints."""
+    trusted: bool = False
+    strict: bool = True
+
+
+def load(
+    request: Request,
+    objects: Objects,
+    topology: Topology,
+    exchange: Exchange,
+    models: Callable[[Path], list[nn.Module]],
+) -> Outcome | None:
+    """Called on: all ranks. Load the newest checkpoint that is whole; None when there is none at all.
+
+    ``models`` says which are to be loaded from a folder: the user's hooks may see to some of them.
+    """
+    # By name: where each machine keeps its own, they need not be in the same folder.
+    names = exchange([path.name for path in find.candidates(request.place, many=request.many)], "finding checkpoints")[
+        0
+    ]
+    paths = [request.place / name if request.many else request.place.with_name(name) for name in names]
+    if not paths:
+        if request.many:
+            return None
+        raise CheckpointError(f"{request.place} does not exist, so there is nothing to load from it.")
+    skipped: list[str] = []
+    for path in paths:
+        outcome = _try(path, request, objects, topology, exchange, models)
+        if isinstance(outcome, Outcome):
+            outcome.skipped = skipped
+            return outcome
+        if not request.many:
+            raise CheckpointError(f"{path} was not loaded, and nothing was changed: {outcome}")
+        skipped.append(f"{path.name} was skipped: {outcome}")
+    told = "\n".join(f"- {line}" for line in skipped)
+    raise CheckpointError(f"None of the checkpoints in {request.place} can be loaded, and nothing was changed:\n{told}")
+
+
+def _try(
+    path: Path,
+    request: Request,
+    objects: Objects,
+    topology: Topology,
+    exchange: Exchange,
+    models: Callable[[Path], list[nn.Module]],
+) -> Outcome | str:
+    seen = find.look(path)
+    foreign = seen.manifest is None and not request.many and is_foreign(path)
+    problem = None if foreign else seen.problem
+    told = exchange(problem, "looking at a checkpoint")
+    if any(told):
+        return _joined(told)
+    threads = min(8, max(1, (os.cpu_count() or 1) // topology.local_world_size))
+    with ExitStack() as stack:
+        pool = stack.enter_context(hashing.pool(threads))
+        hashes = None if seen.manifest is None else _start_hashing(path, seen.manifest, topology, pool, stack)
+        answer: Any
+        try:
+            loaded, assignments = _read(path, request, objects, models, stack)
+            answer = None
+        except LockstepError as error:
+            answer = str(error)
+        except Exception as error:  # a hook of the user's: the other ranks must not be left waiting
+            answer = f"{type(error).__name__}: {error}"
+        if hashes is not None:
+            # Damage explains whatever reading stumbled over, so it is what is told.
+            answer = "; ".join(hashes.problems()) or answer
+        told = exchange(answer, "reading a checkpoint")
+        if any(told):
+            return _joined(told)
+        for assignment in assignments:
+            _run(assignment, pool, threads)
+        seed = state.assign(loaded, objects)
+    number = None
+    if seen.manifest is not None and isinstance(seen.manifest.about.get("number"), int):
+        number = seen.manifest.about["number"]
+    return Outcome(folder=path, number=number, loaded=loaded, derived_seed=seed, verified=not foreign)
+
+
+def _joined(told: Sequence[str | None]) -> str:
+    """What is wrong, each thing once, with the ranks that saw it where not all did."""
+    lines: dict[str, list[int]] = {}
+    for rank, text in enumerate(told):
+        if text:
+            lines.setdefault(text, []).append(rank)
+    return "; ".join(
+        text if len(ranks) == len(told) or text.startswith("/") else f"rank {ranks[0]}: {text}"
+        for text, ranks in lines.items()
+    )
+
+
+def _run(assignment: Assignment, pool: ThreadPoolExecutor, threads: int) -> None:
+    """Fill a model from several threads, unless its modules have a hand in it."""
+    if assignment.by_module:
+        assignment.run()
+        return
+    names = list(assignment.places)
+    for _ in pool.map(assignment.fill, [names[part::threads] for part in range(threads)]):
+        pass
+
+
+def _start_hashing(
+    path: Path, found: Manifest, topology: Topology, pool: ThreadPoolExecutor, stack: ExitStack
+) -> find.Checking:
+    """This rank's share of the hashing, in threads."""
+    mine = hashing.share(found.chunks(), topology.local_rank, topology.local_world_size)
+    checking = find.Checking(path, found, mine, pool)
+    stack.callback(checking.cancel)
+    return checking
+
+
+def _read(
+    path: Path,
+    request: Request,
+    objects: Objects,
+    models: Callable[[Path], list[nn.Module]],
+    stack: ExitStack,
+) -> tuple[Loaded, list[Assignment]]:
+    """Everything that is going to be assigned, compared with what it is for."""
+    loaded = state.read(path, objects, trusted=request.trusted)
+    assignments = []
+    for number, model in enumerate(models(path)):
+        stem = numbered_name("model", number, "")
+        opened = stack.enter_context(weights.open_weights(path, stem))
+        entries = _without_wrapper(opened.entries, model)
+        assignments.append(Assignment(model, entries, request.strict, str(path), surplus=opened.surplus))
+    return loaded, assignments
+
+
+def _without_wrapper(entries: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Accelerate saves what a DDP model calls its weights: each name begins with the wrapper's."""
+    prefix = "module."
+    if not entries or not all(name.startswith(prefix) for name in entries):
+        return entries
+    if any(name.startswith(prefix) for name in model.state_dict()):
+        return entries
+    return {name.removeprefix(prefix): entry for name, entry in entries.items()}
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether it looks like what Accelerate's save_state makes, which has no manifest."""
+    if (path / state.STATE).exists():
+        return False  # ours, and its manifest is lost
+    return (path / "random_states_0.pkl").exists() or (path / "optimizer.bin").exists()

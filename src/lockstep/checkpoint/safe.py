@@ -1,0 +1,189 @@
+"""What can be stored so that reading it runs nobody's code: tensors and plain values.
+
+``torch.load(weights_only=True)`` reads these. Whatever else a state holds is refused when it is saved, while its owner
+is there to be named, and not when it is loaded and all is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.hashing import HashedFile
+from lockstep.checkpoint.sharing import view_key
+from lockstep.errors import CheckpointError
+
+_PLAIN = (type(None), bool, int, float, complex, str)
+_TORCH = (torch.dtype, torch.device, torch.Size)
+_TAG = "__lockstep__"
+_DEEPEST = 100
+
+
+def pack(value: Any, what: str) -> Any:
+    """The value in its safe form; CheckpointError that says where in ``what`` something cannot be stored."""
+    return _pack(value, what, (), 0)
+
+
+def _pack(value: Any, what: str, path: tuple[Any, ...], depth: int) -> Any:
+    kind = type(value)
+    if kind in _PLAIN or kind in _TORCH:
+        return value
+    if kind is bytes:  # torch reads most bytes, but not all
+        return {_TAG: "bytes", "data": _as_tensor(value)}
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and kind in (Tensor, torch.nn.Parameter):
+            return value.detach()
+        raise _refusal(what, path, f"a tensor of the kind {kind.__name__} ({value.layout})")
+    if depth > _DEEPEST:
+        raise _refusal(what, path[:3], "nested too deeply, or holds itself")
+    if kind in (list, tuple, set):
+        return kind(_pack(item, what, (*path, place), depth + 1) for place, item in enumerate(value))
+    if kind in (dict, OrderedDict, Counter):
+        packed = [(_key(key, what, path), _pack(item, what, (*path, key), depth + 1)) for key, item in value.items()]
+        return kind(dict(packed)) if kind is Counter else kind(packed)
+    if isinstance(value, np.generic) and isinstance(value.item(), _PLAIN):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject or value.dtype.kind not in "biufc":
+            raise _refusal(what, path, f"an array of {value.dtype}")
+        data = _as_tensor(np.ascontiguousarray(value).tobytes())
+        return {_TAG: "ndarray", "dtype": value.dtype.str, "shape": list(value.shape), "data": data}
+    raise _refusal(what, path, f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def _key(key: Any, what: str, path: tuple[Any, ...]) -> Any:
+    if isinstance(key, np.generic):
+        return key.item()
+    if type(key) in _PLAIN or (type(key) is tuple and all(type(item) in _PLAIN for item in key)):
+        return key
+    raise _refusal(what, path, f"a key that is a {type(key).__module__}.{type(key).__qualname__}")
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _refusal(what: str, path: tuple[Any, ...], found: str) -> CheckpointError:
+    where = "".join(f"[{step!r}]" for step in path)
+    return CheckpointError(
+        f"The state of {what} cannot be saved: its state_dict(){where} is {found}. Only tensors, numpy arrays and "
+        "plain values (None, bool, int, float, str, bytes; list, tuple, set, dict) can be read again without running "
+        "code from the file. Have state_dict() give those."
+    )
+
+
+def unpack(value: Any) -> Any:
+    """The value that ``pack`` was given."""
+    kind = type(value)
+    if kind in (list, tuple, set):
+        return kind(unpack(item) for item in value)
+    if isinstance(value, dict):
+        if value.keys() == {_TAG, "data"}:
+            return value["data"].numpy().tobytes()
+        if value.keys() == {_TAG, "dtype", "shape", "data"}:
+            flat = np.frombuffer(value["data"].numpy().tobytes(), dtype=np.dtype(value["dtype"]))
+            return flat.reshape(value["shape"]).copy()
+        if kind is Counter:
+            return Counter(value)
+        return kind((key, unpack(item)) for key, item in value.items())
+    return value
+
+
+def write(value: Any, file: HashedFile) -> None:
+    """Write a packed value as torch does; an error of the disk comes out as it is."""
+    try:
+        with _without_checksums():
+            torch.save(value, file)  # type: ignore[arg-type]  # it asks for no more than write and flush
+    except RuntimeError:
+        if file.error is not None:  # torch makes an error of its own of it
+            raise file.error from None
+        raise
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    """Torch's own sums take as long as writing the bytes, and it never looks at them; the manifest has better ones.
+
+    The switch is the process's. So it is only thrown in the main thread, for as long as that is in here.
+    """
+    before = torch.serialization.get_crc32_options()
+    if threading.current_thread() is threading.main_thread():
+        torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def read(path: Path, *, trusted: bool = False) -> Any:
+    """A value from a file; CheckpointError that names the file when it holds anything but safe values.
+
+    ``trusted`` reads whatever was pickled there, which can run any code.
+    """
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path} is missing.")
+    try:
+        with torch.serialization.safe_globals(_numpy_parts()):
+            return torch.load(path, map_location="cpu", weights_only=not trusted)
+    except pickle.UnpicklingError as error:
+        hint = (
+            "" if trusted else " If you know who wrote it, load_state(..., trusted=True) reads it; it can run any code."
+        )
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values, or is damaged ({_first_line(error)}).{hint}"
+        ) from None
+    except Exception as error:  # whatever torch's reader makes of a file that is none of its own
+        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from None
+
+
+def _numpy_parts() -> list[Any]:
+    """What Accelerate's random states are made of besides tensors: a plain array of numbers."""
+    from numpy.dtypes import UInt32DType
+
+    reconstruct = np.empty(0).__reduce__()[0]
+    return [reconstruct, np.ndarray, np.dtype, UInt32DType]
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong, without the advice that torch puts around it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    said = [line.partition("WeightsUnpickler error:")[2].strip() for line in lines if "WeightsUnpickler error:" in line]
+    return (said or lines)[0][:300]
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of a packed value."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors(part)
+
+
+def copy_to_host(value: Any) -> Any:
+    """A packed value with tensors of its own in host memory."""
+    made: dict[Any, Tensor] = {}  # what was one tensor under two names stays one
+
+    def copy(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            key = view_key(part)
+            if key not in made:
+                made[key] = part.detach().to("cpu", copy=True)
+            return made[key]
+        if isinstance(part, Mapping):
+            return type(part)((key, copy(item)) for key, item in part.items())  # type: ignore[call-arg]
+        if type(part) in (list, tuple):
+            return type(part)(copy(item) for item in part)
+        return part
+
+    return copy(value)

@@ -1,0 +1,335 @@
+"""One save: agree on a folder, write beside it, agree that all is written, give it its name.
+
+Every rank writes what only it has. What the ranks have in common is written by one of them, the *home*: rank 0, or the
+first of each machine where each keeps a checkpoint of its own. Whatever fails on any rank is told to all of them, the
+unfinished folder is removed, and the checkpoint that was there before stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep import __version__
+from lockstep.checkpoint import commit, hashing, manifest, safe, weights
+from lockstep.checkpoint.disk import Disk
+from lockstep.checkpoint.exchange import Exchange
+from lockstep.checkpoint.hashing import HashedFile
+from lockstep.checkpoint.manifest import Entry, Manifest
+from lockstep.checkpoint.state import STATE, Content, numbered_name
+from lockstep.config.handlers import ProjectConfiguration
+from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.rundir.ranks import name_ranks
+from lockstep.topology.topology import Topology
+
+_ONE_FILE = 1 << 60
+"""A model in one file, however large: Accelerate's load_state reads no shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What was asked for."""
+
+    project: ProjectConfiguration
+    output_dir: str | os.PathLike[str] | None = None
+    safe: bool = True
+    """Whether models go into safetensors files."""
+    durable: bool = True
+    """Whether to wait until the medium has everything."""
+
+
+@dataclass(kw_only=True)
+class Site:
+    """Where a save takes place, as one rank sees it."""
+
+    topology: Topology
+    disk: Disk
+    wish: Wish
+    place: Path = field(default_factory=Path)
+    """What the checkpoint will be called."""
+    folder: Path = field(default_factory=Path)
+    """Where it is until then."""
+    number: int | None = None
+    """Of a numbered one."""
+    ticket: str = ""
+    """Names this save, on all ranks alike."""
+    claim: commit.Claim | None = None
+    moved: Callable[[int], None] = lambda _: None
+    """Told of bytes that were written."""
+
+    @property
+    def is_home(self) -> bool:
+        """Whether this rank writes what all have in common, and gives the folder its name."""
+        return self.topology.is_local_main if self.wish.project.save_on_each_node else self.topology.is_main
+
+    @property
+    def house(self) -> int:
+        """Ranks of one number share a folder."""
+        return self.topology.node_rank if self.wish.project.save_on_each_node else 0
+
+    def close(self) -> None:
+        """Let others write here."""
+        if self.claim is not None:
+            self.claim.release()
+            self.claim = None
+
+
+# ---------------------------------------------------------------- beginning
+
+
+def begin(site: Site, exchange: Exchange) -> None:
+    """Called on: all ranks. Agree on the folder, and make it."""
+    answer = _attempt(lambda: _begin_home(site) if site.is_home else None)
+    try:
+        told = exchange((site.house, answer), "agreeing on a checkpoint's folder")
+        _raise_failures(site, [answer for _, answer in told], "could not begin")
+    except BaseException:
+        give_up(site)
+        raise
+    chosen = next(answer for house, answer in told if house == site.house and answer is not None)
+    place, folder, site.number = chosen
+    site.place, site.folder, site.ticket = Path(place), Path(folder), told[0][1][1]
+
+
+def _begin_home(site: Site) -> tuple[str, str, int | None]:
+    place, number = _choose(site.wish)
+    site.disk.make(place.parent)
+    site.claim = commit.claim(place, site.disk, numbered_in=place.parent if number is not None else None)
+    site.claim.keep()
+    commit.sweep(place, site.disk, all_numbered=number is not None)
+    if number is not None and place.exists():
+        raise CheckpointError(
+            f"{place} exists already. To go on from it, call load_state() before the first save_state(); for another "
+            "run use another project_dir, or set accelerator.project_configuration.iteration to a free number."
+        )
+    site.folder = commit.beside(place, site.claim.token)
+    commit.begin(site.folder, site.disk)
+    return str(place), str(site.folder), number
+
+
+def _choose(wish: Wish) -> tuple[Path, int | None]:
+    project = wish.project
+    if project.automatic_checkpoint_naming:
+        folder = checkpoints_folder(project)
+        return folder / f"{commit.PREFIX}{project.iteration}", project.iteration
+    if wish.output_dir is None:
+        raise ConfigError(
+            "save_state() was given no folder. Pass one, or use ProjectConfiguration(project_dir=…, "
+            "automatic_checkpoint_naming=True)."
+        )
+    return Path(os.path.abspath(os.path.expanduser(wish.output_dir))), None
+
+
+def checkpoints_folder(project: ProjectConfiguration) -> Path:
+    """Where numbered checkpoints are."""
+    if project.project_dir is None:
+        raise ConfigError("automatic_checkpoint_naming needs a project_dir to put the checkpoints in. Set it.")
+    return Path(os.path.abspath(os.path.expanduser(project.project_dir)), "checkpoints")
+
+
+# ---------------------------------------------------------------- writing
+
+
+def finish(
+    site: Site, content: Content, exchange: Exchange, mark: tuple[int, int, int], failure: Exception | None = None
+) -> None:
+    """Called on: all ranks. Write, agree that all have, and give the folder its name.
+
+    ``mark`` is the generation, the number of the last collective of this rank when its state was taken, and what its
+    latest ones were; ``failure`` says why it could not be.
+    """
+    try:
+        answer = _attempt(lambda: _write(site, content)) if failure is None else _failed(failure)
+        told = exchange((site.house, answer, mark), "agreeing that a checkpoint is written")
+        _raise_failures(site, [answer for _, answer, _ in told], "failed to write its part")
+        _compare_marks(site, [mark for _, _, mark in told])
+        entries = {name: entry for house, part, _ in told if house == site.house for name, entry in part.items()}
+        answer = _attempt(lambda: _commit(site, entries, content) if site.is_home else None)
+        done = exchange(answer, "agreeing that a checkpoint is in its place")
+        _raise_failures(site, done, "could not put the checkpoint in its place")
+    except BaseException:
+        give_up(site)
+        raise
+    site.close()
+
+
+def give_up(site: Site) -> None:
+    """Remove what was written so far."""
+    if site.claim is not None and site.folder.name:
+        commit.retire(site.folder, site.place, site.disk)
+    site.close()
+
+
+class HashingSink:
+    """Opens files that are hashed while they are written, and keeps what they hash to."""
+
+    def __init__(self, site: Site, pool: Any) -> None:
+        self._site, self._pool = site, pool
+        self.files: list[HashedFile] = []
+
+    def open(self, path: Path) -> AbstractContextManager[HashedFile]:
+        """A new file; complete when the region ends."""
+        site = self._site
+        file = HashedFile(path, site.disk, self._pool, durable=site.wish.durable, moved=site.moved)
+        self.files.append(file)
+        return file
+
+
+def _write(site: Site, content: Content) -> dict[str, Entry]:
+    if not site.folder.is_dir():
+        raise CheckpointError(
+            f"{site.folder} was made by another rank and is not there on this machine. Save to a file system that all "
+            "machines share, or use ProjectConfiguration(save_on_each_node=True)."
+        )
+    with hashing.pool(2) as pool, ThreadPoolExecutor(1, thread_name_prefix="lockstep-write") as beside:
+        sink = HashingSink(site, pool)
+        try:
+            # The models in one thread, all else in this one: two files grow faster than one.
+            models = beside.submit(_write_models, site, content, sink)
+            try:
+                _write_files(site, content, sink)
+            finally:
+                wait([models])
+            models.result()
+        except Exception:
+            failed = next((file for file in sink.files if file.error is not None), None)
+            if failed is not None and failed.error is not None:
+                raise failed.error from None  # the disk's own words, whatever was made of them on the way
+            raise
+        return {file.path.name: Entry(size=file.size, chunks=file.chunks) for file in sink.files}
+
+
+def _write_models(site: Site, content: Content, sink: HashingSink) -> None:
+    for number, tensors in enumerate(content.weights):
+        stem = numbered_name("model", number, "")
+        weights.write_weights(tensors, site.folder, max_shard_size=_ONE_FILE, safe=site.wish.safe, stem=stem, sink=sink)
+
+
+def _write_files(site: Site, content: Content, sink: HashingSink) -> None:
+    for name, value in content.files.items():
+        with sink.open(site.folder / name) as file:
+            safe.write(value, file)
+    if content.counters:
+        with sink.open(site.folder / STATE) as file:
+            file.write(json.dumps(content.counters, indent=1).encode())
+
+
+def _compare_marks(site: Site, marks: list[tuple[int, int, int]]) -> None:
+    """Ranks that have entered other collectives than the rest are not at the same step: their states do not fit.
+
+    Within a machine each collective was compared before it ran. Between machines a difference that neither blocked nor
+    crashed shows here.
+    """
+    known = [mark for mark in marks if mark[1]]  # a rank whose disk has no room for a black box counts nothing
+    if len(set(known)) <= 1:
+        return
+    usual = max(known, key=known.count)
+    strangers = [rank for rank, mark in enumerate(marks) if mark[1] and mark != usual]
+    if all(marks[rank][:2] == usual[:2] for rank in strangers):
+        raise CheckpointError(
+            f"The checkpoint {site.place} was not committed: {name_ranks(strangers)} called other collectives than the "
+            "rest, or the same with other shapes or dtypes. What they returned was wrong, so the state cannot be "
+            "trusted. Load an older checkpoint; Accelerator(debug=True) finds the call."
+        )
+    counts = "; ".join(f"rank {rank} has entered {marks[rank][1]}" for rank in strangers)
+    raise CheckpointError(
+        f"The checkpoint {site.place} was not committed: the ranks are not at the same place. {counts} collectives, "
+        f"the others {usual[1]}: {name_ranks(strangers)} called something the others did not, or left something out. "
+        "Call every collective, and save_state(), on all ranks alike; Accelerator(debug=True) finds the call."
+    )
+
+
+def _commit(site: Site, entries: dict[str, Entry], content: Content) -> None:
+    disk, folder, durable = site.disk, site.folder, site.wish.durable
+    missing = [name for name in entries if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{', '.join(missing)} were written on another machine and are not in {folder} here. Save to a file system "
+            "that all machines share, or use ProjectConfiguration(save_on_each_node=True)."
+        )
+    entries = {**entries, **_others(folder, entries, disk, durable)}
+    about = {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "lockstep": __version__,
+        "torch": torch.__version__,
+        **{name: content.counters.get(name) for name in ("updates", "world_size")},
+        "number": site.number,
+    }
+    with hashing.pool() as pool, HashedFile(folder / manifest.NAME, disk, pool, durable=durable) as file:
+        file.write(Manifest(files=entries, about=about).dump())
+    commit.complete(folder, disk)
+    commit.publish(folder, site.place, disk, durable=durable)
+    limit = site.wish.project.total_limit
+    if site.number is not None and limit is not None:
+        commit.prune(site.place.parent, max(1, limit), disk)
+
+
+def _others(folder: Path, known: dict[str, Entry], disk: Disk, durable: bool) -> dict[str, Entry]:
+    """What hooks of the user's have put into the folder."""
+    found = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = Path(parent, name)
+            inside = path.relative_to(folder).as_posix()
+            if inside in known or not manifest.stays_inside(inside) or name == commit.MARK:
+                continue
+            size, chunks = hashing.hash_file(path)
+            found[inside] = Entry(size=size, chunks=chunks)
+            if durable:
+                handle = os.open(path, os.O_RDONLY)
+                try:
+                    disk.fsync(handle)
+                finally:
+                    os.close(handle)
+    return found
+
+
+# ---------------------------------------------------------------- when something fails
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """How a part of the save failed on one rank."""
+
+    text: str
+
+
+def _attempt(part: Callable[[], Any]) -> Any:
+    """What it gives, or how it failed: to be told to the other ranks instead of leaving them waiting."""
+    try:
+        return part()
+    except Exception as error:
+        return _failed(error)
+
+
+def _failed(error: Exception) -> _Failed:
+    if isinstance(error, LockstepError):
+        return _Failed(str(error))
+    if isinstance(error, OSError):
+        where = f": {error.filename}" if error.filename else ""
+        return _Failed(f"{error.strerror or error}{where}")
+    return _Failed(f"{type(error).__name__}: {error}")
+
+
+def _raise_failures(site: Site, answers: list[Any], what: str) -> None:
+    failed = {rank: answer.text for rank, answer in enumerate(answers) if isinstance(answer, _Failed)}
+    if not failed:
+        return
+    if len(answers) == 1:
+        told = failed[0]
+    else:
+        told = "; ".join(f"rank {rank} {what}: {text}" for rank, text in failed.items())
+    place = f" {site.place}" if site.place.name else ""
+    raise CheckpointError(
+        f"The checkpoint{place} was not saved: {told.rstrip('.')}. What was written of it is removed, an older one is "
+        "as it was, and training can go on."
+    )

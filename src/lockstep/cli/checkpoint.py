@@ -1,0 +1,157 @@
+"""``lockstep checkpoint``: which checkpoints there are, whether they are whole, deleting old ones. Without torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint import commit, find
+from lockstep.checkpoint.disk import Disk
+from lockstep.errors import ConfigError
+
+_ACTIONS = {
+    "ls": "list them, with their step, size and age",
+    "verify": "read them through and compare every file with its hash",
+    "prune": "delete the oldest, and keep --keep of those that are whole",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One checkpoint."""
+
+    path: str
+    """Where it is."""
+    state: str
+    """ "complete" or "damaged" (all files are there in their size, or not); after reading, "verified" or "damaged"."""
+    updates: int | None
+    """How far the run had come."""
+    world_size: int | None
+    """On how many processes."""
+    bytes: int | None
+    """Size of all files."""
+    time: str | None
+    """When it was saved, in UTC."""
+    problems: list[str]
+    """What is wrong with it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(["actions:", *(f"  {name:<8}{what}" for name, what in _ACTIONS.items())])
+    parser.add_argument("action", choices=list(_ACTIONS), help="one of those below")
+    parser.add_argument(
+        "folder", metavar="DIR", help="a checkpoint, a folder with checkpoint_N in it, or a project's folder"
+    )
+    parser.add_argument("--keep", type=int, metavar="N", help="how many prune keeps (at least 1)")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="have prune say what it would delete")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List, verify or prune; 1 when something is damaged."""
+    found, folder = _checkpoints(Path(arguments.folder))
+    if arguments.action == "prune":
+        return _prune(folder, arguments)
+    rows = [_row(path, read=arguments.action == "verify") for path in found]
+    if arguments.json:
+        print(json.dumps([row.__dict__ for row in rows], indent=1))
+    else:
+        _print(rows)
+    return 1 if any(row.problems for row in rows) else 0
+
+
+def _checkpoints(place: Path) -> tuple[list[Path], Path]:
+    """The checkpoints that are meant, the newest first, and the folder of numbered ones."""
+    if not place.is_dir():
+        raise ConfigError(f"{place} is no folder. Name a checkpoint, or the folder that checkpoints are in.")
+    for folder in (place, place / "checkpoints"):
+        if commit.numbered(folder):
+            return [path for _, path in commit.numbered(folder)], folder
+    if find.look(place).manifest is not None or any(place.iterdir()):
+        return [place], place
+    raise ConfigError(f"{place} is empty: there is no checkpoint in it.")
+
+
+def _row(path: Path, *, read: bool) -> Row:
+    seen = find.look(path)
+    problems = find.verify(path) if read else [seen.problem] if seen.problem is not None else []
+    about = {} if seen.manifest is None else seen.manifest.about
+    good = "verified" if read else "complete"
+    return Row(
+        path=str(path),
+        state="damaged" if problems else good,
+        updates=_whole(about.get("updates")),
+        world_size=_whole(about.get("world_size")),
+        bytes=None if seen.manifest is None else seen.manifest.size,
+        time=about["time"] if isinstance(about.get("time"), str) else None,
+        problems=problems,
+    )
+
+
+def _prune(folder: Path, arguments: argparse.Namespace) -> int:
+    keep = arguments.keep
+    if keep is None or keep < 1:
+        raise ConfigError(f"prune --keep {keep}: say how many checkpoints are kept, at least 1.")
+    numbered = commit.numbered(folder)
+    if not numbered:
+        raise ConfigError(f"{folder} has no checkpoint_N in it, so there is nothing to prune.")
+    if arguments.dry_run:
+        gone = commit.surplus(folder, keep)
+    else:
+        # Whoever writes there deletes by itself, and holds this claim while it does.
+        held = commit.claim(numbered[0][1], Disk(), numbered_in=folder)
+        try:
+            gone = commit.prune(folder, keep, Disk())
+            commit.sweep(numbered[0][1], Disk(), all_numbered=True)
+        finally:
+            held.release()
+    if arguments.json:
+        print(json.dumps({"deleted": [str(path) for path in gone], "dry_run": arguments.dry_run}, indent=1))
+    else:
+        verb = "would delete" if arguments.dry_run else "deleted"
+        for path in gone:
+            print(f"{verb} {path}")
+        left = len(numbered) - len(gone)
+        print(f"{len(gone)} {'would be' if arguments.dry_run else ''} deleted, {left} left.".replace("  ", " "))
+    return 0
+
+
+def _print(rows: list[Row]) -> None:
+    from rich.console import Console  # loaded where it is used: JSON needs none of it
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("checkpoint", "state", "updates", "processes", "size", "saved"):
+        table.add_column(heading, justify="right" if heading in ("updates", "processes", "size") else "left")
+    for row in rows:
+        size = "-" if row.bytes is None else _size(row.bytes)
+        cells = [row.updates, row.world_size]
+        table.add_row(
+            os.path.basename(row.path), row.state, *("-" if cell is None else str(cell) for cell in cells), size,
+            row.time or "-", style="red" if row.problems else None,
+        )  # fmt: skip
+    width = None if sys.stdout.isatty() else 120
+    console = Console(width=width, highlight=False, soft_wrap=True)
+    console.print(table)
+    for row in rows:
+        for problem in row.problems:
+            console.print(f"{os.path.basename(row.path)}: {problem}", markup=False)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,248 @@
+"""Whole-state checkpoints on several ranks: resumed to the bit, on other numbers of ranks, ranks that cannot write."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Accelerator, DataLoaderConfiguration, PartialState
+from lockstep.checkpoint import find
+from lockstep.checkpoint.disk import Disk
+from lockstep.errors import CheckpointError
+from lockstep.testing import Ranks
+from tests.unit.checkpoint.runs import Run
+
+SAMPLES = 24
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Ranks]]:
+    made = {size: Ranks(size) for size in (1, 2, 4)}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+# ---------------------------------------------------------------- the same number of ranks
+
+
+def interrupted(folder: str, stops: list[int]) -> Any:
+    """The results of a run that was left alone, and of ones that were given up after so many batches."""
+    options = {"samples": SAMPLES}
+    torch.manual_seed(PartialState().process_index)
+    results = [Run(**options).train().result()]
+    for number, stop in enumerate(stops):
+        run = Run(**options).train(stop)
+        run.accelerator.save_state(folder, blocking=number % 2 == 0, durable=False)
+        run.train(1)
+        run.accelerator.wait_for_checkpoint()
+        last = Run(**options)
+        last.accelerator.load_state(folder)
+        results.append(last.train().result())
+    return results
+
+
+def test_two_ranks_go_on_to_the_bit(pools: dict[int, Ranks], tmp_path: Path) -> None:
+    ranks = pools[2].run(interrupted, str(tmp_path / "state"), [1, 2, 4, 6, 7, 11])
+    for rank, (alone, *resumed) in enumerate(ranks):
+        for result in resumed:
+            # Of registered objects, and of a model's buffers, it is rank 0's state that counts.
+            own = ("average", "buffers") if rank else ()
+            assert {name: value for name, value in result.items() if name not in own} == {
+                name: value for name, value in alone.items() if name not in own
+            }
+    assert find.verify(tmp_path / "state") == []
+    assert os.listdir(tmp_path) == ["state"]
+
+
+# ---------------------------------------------------------------- other numbers of ranks
+
+
+def part(folder: str, batches: int | None, options: dict[str, Any]) -> list[int]:
+    """Go on from the folder, if there is one, for so many batches; the samples that were trained on here."""
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    torch.manual_seed(3)
+    model = nn.Linear(1, 1)
+    loader = DataLoader(TensorDataset(torch.arange(48.0).view(48, 1)), batch_size=2, shuffle=True)
+    model, loader = accelerator.prepare(model, loader)
+    if os.path.exists(folder):
+        accelerator.load_state(folder)
+    seen: list[int] = []
+    for number, (inputs,) in enumerate(loader, 1):
+        seen += inputs.flatten().int().tolist()
+        if number == batches:
+            break
+    accelerator.save_state(folder)
+    return seen
+
+
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}], ids=["each reads", "dispatched"])
+def test_one_two_four_one_ranks_see_every_sample_once(
+    pools: dict[int, Ranks], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    seen: list[int] = []
+    for size, batches in ((1, 5), (2, 4), (4, 2), (1, None)):
+        seen += [sample for mine in pools[size].run(part, str(tmp_path / "state"), batches, options) for sample in mine]
+    assert sorted(seen) == list(range(48))
+
+
+def window(folder: str, save: bool, weighted: bool, steps: int) -> list[float]:
+    """An update whose window is left open after half of it, or is completed from the folder."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    torch.manual_seed(2)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    if not save:
+        accelerator.load_state(folder)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    # Eight samples for the first half of the window and eight for the second, however many ranks share them.
+    source = torch.Generator().manual_seed(4)
+    data = torch.randn(16, 2, generator=source)[:8] if save else torch.randn(16, 2, generator=source)[8:]
+    micro = data.view(steps // 2, world, -1, 2)[:, rank]
+    for inputs in micro:
+        with accelerator.accumulate(model):
+            loss = model(inputs).pow(2).mean()
+            accelerator.backward(loss, **({"num_items": len(inputs)} if weighted else {}))
+            optimizer.step()
+            optimizer.zero_grad()
+    if save:
+        accelerator.save_state(folder)
+    return next(iter(model.parameters())).flatten().tolist()
+
+
+def expected_weights() -> list[float]:
+    torch.manual_seed(2)
+    model = nn.Linear(2, 1)
+    model(torch.randn(16, 2, generator=torch.Generator().manual_seed(4))).pow(2).mean().backward()
+    with torch.no_grad():
+        return (model.weight - 0.5 * model.weight.grad).flatten().tolist()
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["means", "items"])
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (2, 4), (4, 1), (1, 2)])
+def test_the_gradients_of_an_open_window_count_in_full(
+    pools: dict[int, Ranks], tmp_path: Path, before: int, after: int, weighted: bool
+) -> None:
+    folder = str(tmp_path / "state")
+    pools[before].run(window, folder, True, weighted, 2)
+    for found in pools[after].run(window, folder, False, weighted, 2):
+        assert found == pytest.approx(expected_weights(), rel=1e-5)
+
+
+def draws(folder: str, save: bool) -> list[float]:
+    accelerator = Accelerator(cpu=True)
+    seed = 100 + accelerator.process_index
+    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+    if save:
+        accelerator.save_state(folder)
+    else:
+        torch.manual_seed(1), random.seed(1), np.random.seed(1)
+        accelerator.load_state(folder)
+    return [torch.rand(()).item(), random.random(), float(np.random.rand()), float(np.random.randn())]
+
+
+def test_every_rank_has_its_own_generators_and_new_ranks_have_defined_ones(
+    pools: dict[int, Ranks], tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "state")
+    saved = pools[2].run(draws, folder, True)
+    assert pools[2].run(draws, folder, False) == saved
+    assert pools[1].run(draws, folder, False) == saved[:1]
+    four = pools[4].run(draws, folder, False)
+    assert four[:2] == saved
+    assert four == pools[4].run(draws, folder, False)
+    assert len({row[0] for row in four}) == 4
+
+
+# ---------------------------------------------------------------- ranks that cannot
+
+
+class Failing(Disk):
+    def write(self, file: int, data: memoryview) -> int:
+        raise OSError(28, "No space left on device", "the disk")
+
+
+def failing(folder: str, who: int, blocking: bool) -> Any:
+    run = Run(samples=SAMPLES).train(2)
+    run.accelerator.save_state(folder)
+    rank = run.accelerator.process_index
+    if rank == who:
+        run.accelerator._checkpoints.disk = Failing()
+    told = ""
+    try:
+        run.accelerator.save_state(folder, blocking=blocking)
+        run.train(1)
+        run.accelerator.wait_for_checkpoint()
+    except CheckpointError as error:
+        told = str(error)
+    run.train(1)  # nothing has been lost but the checkpoint
+    run.accelerator._checkpoints.disk = Disk()
+    run.accelerator.save_state(folder)
+    return told
+
+
+@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_cannot_write_is_named_on_all(
+    pools: dict[int, Ranks], tmp_path: Path, who: int, blocking: bool
+) -> None:
+    for told in pools[2].run(failing, str(tmp_path / "state"), who, blocking):
+        assert f"rank {who} failed to write its part: No space left on device" in told
+        assert "training can go on" in told
+    assert find.verify(tmp_path / "state") == []
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def out_of_step(folder: str) -> str:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1))
+    accelerator.wait_for_everyone()
+    if accelerator.process_index == 1:
+        # As a rank of another machine that has entered a collective more, of those that need no partner.
+        accelerator._group.box.leave(accelerator._group.box.enter("reduce"))
+    accelerator._group.peers = None  # ranks of other machines cannot be seen
+    try:
+        accelerator.save_state(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_ranks_that_are_not_at_one_place_commit_nothing(tmp_path: Path) -> None:
+    with Ranks(2, env={"LOCKSTEP_RUN_DIR": str(tmp_path / "run")}) as pool:
+        for told in pool.run(out_of_step, str(tmp_path / "state")):
+            assert "was not committed: the ranks are not at the same place. rank 1 has entered" in told
+    assert not (tmp_path / "state").exists()
+
+
+def damaged(folder: str) -> tuple[str, bool]:
+    run = Run(samples=SAMPLES).train(2)
+    run.accelerator.save_state(folder)
+    run.accelerator.wait_for_everyone()
+    before = run.train(1).weights()
+    if run.accelerator.is_main_process:
+        path = Path(folder, "optimizer.bin")
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    run.accelerator.wait_for_everyone()
+    try:
+        run.accelerator.load_state(folder)
+    except CheckpointError as error:
+        return str(error), torch.equal(run.weights(), before)
+    return "loaded", False
+
+
+def test_damage_that_one_rank_finds_stops_all(pools: dict[int, Ranks], tmp_path: Path) -> None:
+    for told, untouched in pools[2].run(damaged, str(tmp_path / "state")):
+        assert "optimizer.bin is damaged" in told
+        assert untouched

@@ -1,0 +1,370 @@
+"""save_state and load_state on one process: names, limits, hooks, refusals, and what a damaged folder does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import Accelerator
+from lockstep.checkpoint import commit, find, manifest
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.utils import ProjectConfiguration
+from tests.unit.checkpoint.runs import Run
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+# ---------------------------------------------------------------- names and numbers
+
+
+def test_numbered_folders_of_which_the_newest_stay(tmp_path: Path) -> None:
+    run = Run(tmp_path, limit=2)
+    for number in range(4):
+        assert run.accelerator.save_state() == str(tmp_path / "checkpoints" / f"checkpoint_{number}")
+        assert run.accelerator.save_iteration == number + 1
+    assert checkpoints(tmp_path) == ["checkpoint_2", "checkpoint_3"]
+
+
+def test_a_restarted_run_goes_on_with_the_next_number(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert run.accelerator.load_state() is None  # nothing yet: a script can always ask
+    run.train(2).accelerator.save_state()
+    again = Run(tmp_path)
+    assert again.accelerator.load_state() == str(tmp_path / "checkpoints" / "checkpoint_0")
+    again.train(1).accelerator.save_state()
+    assert checkpoints(tmp_path) == ["checkpoint_0", "checkpoint_1"]
+
+
+def test_a_run_that_loaded_nothing_does_not_write_over_another(tmp_path: Path) -> None:
+    Run(tmp_path).accelerator.save_state()
+    other = Run(tmp_path)
+    with pytest.raises(CheckpointError, match=r"checkpoint_0 exists already.*load_state\(\) before"):
+        other.accelerator.save_state()
+    assert checkpoints(tmp_path) == ["checkpoint_0"]
+
+
+def test_without_a_folder_it_says_what_to_pass() -> None:
+    for method in ("save_state", "load_state"):
+        with pytest.raises((ConfigError, CheckpointError), match="given no folder"):
+            getattr(Run().accelerator, method)()
+
+
+def test_what_else_is_in_the_folder_stays(tmp_path: Path) -> None:
+    place = tmp_path / "out"
+    place.mkdir()
+    (place / "notes.txt").write_text("mine")
+    (place / "logs").mkdir()
+    (place / "logs" / "a.log").write_text("mine too")
+    run = Run()
+    for _ in range(3):
+        run.accelerator.save_state(place)
+        assert (place / "notes.txt").read_text() == "mine"
+        assert (place / "logs" / "a.log").read_text() == "mine too"
+    assert find.verify(place) == []
+    assert os.listdir(tmp_path) == ["out"]
+
+
+# ---------------------------------------------------------------- what cannot be saved or loaded
+
+
+def test_registered_objects_need_their_two_methods() -> None:
+    with pytest.raises(ConfigError, match=r"a list \(argument 2\), a int \(argument 3\)"):
+        Run().accelerator.register_for_checkpointing(nn.Linear(1, 1), [], 3)
+
+
+class Odd:
+    def state_dict(self) -> dict[str, Any]:
+        return {"callback": print}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_a_state_that_needs_code_is_refused_by_name_and_the_old_one_stays(tmp_path: Path) -> None:
+    run = Run().train(1)
+    run.accelerator.save_state(tmp_path / "state")
+    before = (tmp_path / "state" / manifest.NAME).read_bytes()
+    run.accelerator.register_for_checkpointing(Odd())
+    with pytest.raises(CheckpointError, match=r"Odd \(number 1 of .*state_dict\(\)\['callback'\]"):
+        run.accelerator.save_state(tmp_path / "state")
+    assert (tmp_path / "state" / manifest.NAME).read_bytes() == before
+    assert os.listdir(tmp_path) == ["state"]
+    assert run.train(1) is run
+
+
+def test_objects_must_be_those_that_were_saved(tmp_path: Path) -> None:
+    Run().accelerator.save_state(tmp_path / "state")
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(4, 6))
+    with pytest.raises(CheckpointError, match=r"1 optimizers \(here 0\).*1 loaders \(here 0\).*1 objects registered"):
+        accelerator.load_state(tmp_path / "state")
+
+
+def test_another_model_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    Run().train(3).accelerator.save_state(tmp_path / "state")
+    run = Run()
+    run.accelerator.unwrap_model(run.model)[0] = nn.Linear(4, 7)
+    before = run.weights()
+    with pytest.raises(CheckpointError, match=r"0\.weight has shape \(6, 4\) there"):
+        run.accelerator.load_state(tmp_path / "state")
+    assert torch.equal(run.weights(), before)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "lockstep_state.json"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "missing", "foreign", "linked"])
+def test_a_damaged_file_is_named_and_nothing_is_touched(tmp_path: Path, name: str, how: str) -> None:
+    Run().train(3).accelerator.save_state(tmp_path / "state")
+    path = tmp_path / "state" / name
+    data = bytearray(path.read_bytes())
+    if how == "flipped":
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+    elif how == "cut":
+        path.write_bytes(data[:-1])
+    elif how == "missing":
+        path.unlink()
+    elif how == "foreign":
+        path.write_bytes(os.urandom(len(data)))
+    else:
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    run = Run().train(4)  # in the middle of a window: there are gradients
+    before, gradients = run.result(), [parameter.grad.tolist() for parameter in run.model.parameters()]
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        run.accelerator.load_state(tmp_path / "state")
+    assert {**run.result(), "draw": None} == {**before, "draw": None}
+    assert [parameter.grad.tolist() for parameter in run.model.parameters()] == gradients
+    assert run.accelerator.step == 4
+
+
+def test_the_newest_whole_one_is_taken_and_the_others_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    for _ in range(4):
+        run.train(1).accelerator.save_state()
+    folder = tmp_path / "checkpoints"
+    (folder / "checkpoint_3" / manifest.NAME).unlink()
+    path = folder / "checkpoint_2" / "optimizer.bin"
+    data = bytearray(path.read_bytes())
+    data[-200] ^= 1
+    path.write_bytes(data)
+    again = Run(tmp_path)
+    assert again.accelerator.load_state() == str(folder / "checkpoint_1")
+    told = [record.message for record in caplog.records if "skipped" in record.message]
+    assert len(told) == 2
+    assert "checkpoint_3 was skipped" in told[0]
+    assert "no complete checkpoint" in told[0]
+    assert "optimizer.bin is damaged" in told[1]
+    assert again.average.count == 2
+    again.accelerator.save_state()  # past those that are there
+    assert "checkpoint_4" in checkpoints(tmp_path)
+
+
+def test_when_none_is_whole_each_reason_is_told(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for _ in range(2):
+        run.accelerator.save_state()
+    for number in range(2):
+        (tmp_path / "checkpoints" / f"checkpoint_{number}" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"(?s)checkpoint_1 was skipped.*checkpoint_0 was skipped"):
+        Run(tmp_path).accelerator.load_state()
+
+
+def test_a_half_written_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    Run(tmp_path).train(1).accelerator.save_state()
+    half = tmp_path / "checkpoints" / "checkpoint_7"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"\0" * 100)
+    assert Run(tmp_path).accelerator.load_state() == str(tmp_path / "checkpoints" / "checkpoint_0")
+
+
+def test_pruning_counts_whole_ones_only(tmp_path: Path) -> None:
+    run = Run(tmp_path, limit=2)
+    for _ in range(2):
+        run.accelerator.save_state()
+    (tmp_path / "checkpoints" / "checkpoint_1" / "model.safetensors").unlink()
+    run.accelerator.save_state()
+    # The damaged one does not count, so the older whole one is still there to go back to.
+    assert checkpoints(tmp_path) == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+
+
+def test_a_checkpoint_of_the_first_version_is_read(tmp_path: Path) -> None:
+    """As this release wrote it: a later one must go on reading it."""
+    saved = Path(__file__).parent / "version_1"
+    shutil.copytree(saved, tmp_path / "state")
+    run = Run()
+    run.accelerator.load_state(tmp_path / "state")
+    assert run.average.count == 4
+    expected = json.loads((saved.parent / "version_1.json").read_text())
+    result = run.train().result()
+    assert result["average"][1] == expected["average"][1]
+    assert torch.allclose(torch.tensor(result["weights"]), torch.tensor(expected["weights"]), rtol=1e-5)
+
+
+# ---------------------------------------------------------------- hooks
+
+
+def test_hooks_may_write_and_read_models_themselves(tmp_path: Path) -> None:
+    run = Run()
+
+    def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        os.mkdir(os.path.join(folder, "mine"))
+        torch.save(weights.pop(), os.path.join(folder, "mine", "weights.pt"))
+
+    def load(models: list[nn.Module], folder: str) -> None:
+        run.accelerator.unwrap_model(models.pop()).load_state_dict(
+            torch.load(os.path.join(folder, "mine", "weights.pt"))
+        )
+
+    handles = [
+        run.accelerator.register_save_state_pre_hook(save),
+        run.accelerator.register_load_state_pre_hook(load),
+    ]
+    run.accelerator.save_state(tmp_path / "state")
+    assert not (tmp_path / "state" / "model.safetensors").exists()
+    assert "mine/weights.pt" in manifest.read(tmp_path / "state").files
+    before = run.weights()
+    run.train(3)
+    run.accelerator.load_state(tmp_path / "state")
+    assert torch.equal(run.weights(), before)
+    for handle in handles:
+        handle.remove()
+    run.accelerator.save_state(tmp_path / "state")
+    assert (tmp_path / "state" / "model.safetensors").exists()
+
+
+def test_a_hook_that_fails_fails_the_save(tmp_path: Path) -> None:
+    run = Run()
+    run.accelerator.register_save_state_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+        run.accelerator.save_state(tmp_path / "state")
+    assert os.listdir(tmp_path) == []
+
+
+# ---------------------------------------------------------------- in the background
+
+
+def test_a_failure_in_the_background_is_told_at_the_next_call(tmp_path: Path) -> None:
+    run = Run()
+    run.accelerator.save_state(tmp_path / "state", blocking=False)
+    run.accelerator.wait_for_checkpoint()
+    run.accelerator._checkpoints.disk = Full()
+    run.accelerator.save_state(tmp_path / "state", blocking=False)
+    with pytest.raises(CheckpointError, match="No space left"):
+        run.accelerator.save_state(tmp_path / "state", blocking=False)
+    run.accelerator._checkpoints.disk = Full(FREE)
+    run.accelerator.save_state(tmp_path / "state", blocking=False)
+    run.accelerator.wait_for_checkpoint()
+    assert find.verify(tmp_path / "state") == []
+    assert os.listdir(tmp_path) == ["state"]
+
+
+FREE = 1 << 40
+
+
+class Full(commit.Disk):
+    """A disk with room for so many bytes."""
+
+    def __init__(self, room: int = 2000) -> None:
+        self.room = room
+
+    def write(self, file: int, data: memoryview) -> int:
+        if self.room < len(data):
+            raise OSError(28, "No space left on device")
+        self.room -= len(data)
+        return super().write(file, data)
+
+
+# ---------------------------------------------------------------- two writers
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from lockstep.checkpoint import commit
+from lockstep.checkpoint.disk import Disk
+commit.claim(Path(sys.argv[1]), Disk()).keep()
+print("writing", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_writer_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    place = tmp_path / "state"
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(place)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "writing\n"
+        with pytest.raises(CheckpointError, match=rf"process {other.pid} on .* is writing"):
+            Run().accelerator.save_state(place)
+        other.kill()
+        other.wait()
+    Run().accelerator.save_state(place)
+    assert os.listdir(tmp_path) == ["state"]
+
+
+def test_two_writers_of_one_process_do_not_pass_each_other(tmp_path: Path) -> None:
+    held = commit.claim(tmp_path / "state", commit.Disk())
+    with pytest.raises(CheckpointError, match="Two writers"):
+        commit.claim(tmp_path / "state", commit.Disk())
+    held.release()
+    commit.claim(tmp_path / "state", commit.Disk()).release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_writer_on_another_machine_counts_as_gone_when_it_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "PATIENCE", 0.5)
+    monkeypatch.setattr(commit, "HEARTBEAT", 0.05)
+    held = commit.claim(tmp_path / "state", commit.Disk())
+    owner = json.loads(held.path.read_text())
+    held.path.write_text(json.dumps({**owner, "host": "another"}))
+    held.keep()
+    with pytest.raises(CheckpointError, match="on another is writing"):
+        commit.claim(tmp_path / "state", commit.Disk())
+    held._stop.set()
+    commit.claim(tmp_path / "state", commit.Disk()).release()
+    assert os.listdir(tmp_path) == []
+
+
+# ---------------------------------------------------------------- the run's set-up
+
+
+def test_another_effective_batch_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Run().train(4).accelerator.save_state(tmp_path / "state")
+    run = Run(gradient_accumulation_steps=5)
+    run.accelerator.load_state(tmp_path / "state")
+    run.train()
+    assert [record.message for record in caplog.records if "effective batch of 6" in record.message]
+
+
+def test_a_folder_of_accelerates_is_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a manifest, and with names as its DDP models have them."""
+    run = Run().train(3)
+    run.accelerator.save_state(tmp_path / "state", safe_serialization=False)
+    for name in (manifest.NAME, "lockstep_state.json", "dl_state_dict.bin", "gradients_0.bin"):
+        (tmp_path / "state" / name).unlink(missing_ok=True)
+    path = tmp_path / "state" / "pytorch_model.bin"
+    torch.save({f"module.{name}": value for name, value in torch.load(path).items()}, path)
+    other = Run()
+    other.accelerator.load_state(tmp_path / "state")
+    assert torch.equal(other.weights(), run.weights())
+    assert any("were not verified" in record.message for record in caplog.records)
+
+
+def test_a_project_without_folder_is_told(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(automatic_checkpoint_naming=True))
+    with pytest.raises((ConfigError, CheckpointError), match="needs a project_dir"):
+        accelerator.save_state()
