@@ -202,14 +202,14 @@ def test_a_rank_that_cannot_write_is_named_on_all(
     assert os.listdir(tmp_path) == ["state"]
 
 
-def out_of_step(folder: str) -> str:
+def out_of_step(folder: str, *entered: str) -> str:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(1, 1))
     accelerator.wait_for_everyone()
-    if accelerator.process_index == 1:
-        # As a rank of another machine that has entered a collective more, of those that need no partner.
-        accelerator._group.box.leave(accelerator._group.box.enter("reduce"))
-    accelerator._group.peers = None  # ranks of other machines cannot be seen
+    box = accelerator._group.box
+    box.meet(None, lambda number, rank: None)  # ranks of other machines cannot be seen
+    if name := entered[accelerator.process_index]:
+        box.leave(box.enter(name))  # as a rank of another machine would, in a collective that needs no partner
     try:
         accelerator.save_state(folder)
     except CheckpointError as error:
@@ -219,8 +219,10 @@ def out_of_step(folder: str) -> str:
 
 def test_ranks_that_are_not_at_one_place_commit_nothing(tmp_path: Path) -> None:
     with Ranks(2, env={"LOCKSTEP_RUN_DIR": str(tmp_path / "run")}) as pool:
-        for told in pool.run(out_of_step, str(tmp_path / "state")):
+        for told in pool.run(out_of_step, str(tmp_path / "state"), "", "reduce"):
             assert "was not committed: the ranks are not at the same place. rank 1 has entered" in told
+        for told in pool.run(out_of_step, str(tmp_path / "state"), "gather", "reduce"):
+            assert "was not committed: rank 1 called other collectives than the rest" in told
     assert not (tmp_path / "state").exists()
 
 

@@ -64,7 +64,7 @@ class Checking:
         name, number = chunk
         path, found = self._path / name, self._found
         try:
-            mark = hashing.hash_chunk(path, number, found.algorithm, found.chunk)
+            mark = hashing.hash_chunk(path, number, found.chunk)
         except OSError as error:
             return f"{path} cannot be read: {error.strerror or error}."
         if mark == found.files[name].chunks[number]:

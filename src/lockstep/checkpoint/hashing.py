@@ -3,36 +3,30 @@
 A file is hashed in chunks, so that several threads, or several ranks, can share the work: while one chunk is written
 its hash is computed on another core.
 
-SHA-256 of every byte would take longer than all the rest of a save (1.5 GB/s with the processor's own instructions for
-it). So the bytes are first condensed: each full MiB is taken as a table of 128 rows and 1024 columns of 64-bit numbers,
-and it is the sums of its rows and of its columns that are hashed, along with what is left over. It is meant to find
-damage, not forgery: whoever can change files can change the manifest. Any change of up to three numbers is seen for
-certain, larger ones unless all their rows and all their columns happen to add up to what they were.
+XXH3 with 128 bits keeps up with memory, and lets go of the interpreter's lock; SHA-256 would take longer than all the rest
+of a save. It is meant to find damage, not forgery: whoever can change files can change the manifest.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import xxhash
+
 from lockstep.checkpoint.disk import Disk
 
-ALGORITHM = "sums-sha256"
-"""What new checkpoints are hashed with."""
-ALGORITHMS = (ALGORITHM, "sha256")
-"""What can be read; with "sha256" every byte is hashed as it is."""
+ALGORITHM = "xxh3-128"
+"""What checkpoints are hashed with; the only one that this release knows."""
 CHUNK = 1 << 24
 _SMALL = 1 << 16
 """Up to this many bytes are collected before they are written: a call of the system, or of a thread, costs more."""
 BLOCK = 1 << 20
-"""Bytes that are condensed together, and read at a time: they are still in the cache when they are hashed."""
-_ROWS = 128
+"""Bytes that are read at a time: they are still in the cache when they are hashed."""
 _AHEAD = 1 << 26
 """Bytes after which the system is told to begin writing them to the medium."""
 
@@ -40,12 +34,10 @@ _AHEAD = 1 << 26
 class Digests:
     """The hashes of a stream's chunks."""
 
-    def __init__(self, algorithm: str = ALGORITHM, chunk: int = CHUNK) -> None:
-        self._condenses = algorithm == ALGORITHM
+    def __init__(self, chunk: int = CHUNK) -> None:
         self._chunk = chunk
-        self._hash = _new_hash()
+        self._hash = xxhash.xxh3_128()
         self._filled = 0
-        self._rest = bytearray()
         self.size = 0
         """Bytes so far."""
         self._done: list[str] = []
@@ -54,29 +46,12 @@ class Digests:
         """The next bytes of the stream."""
         while data:
             part = data[: self._chunk - self._filled]
-            self._add(part)
+            self._hash.update(part)
             self._filled += len(part)
             self.size += len(part)
             data = data[len(part) :]
             if self._filled == self._chunk:
                 self._close()
-
-    def _add(self, data: memoryview) -> None:
-        if not self._condenses:
-            self._hash.update(data)
-            return
-        if self._rest:
-            missing = BLOCK - len(self._rest)
-            self._rest += data[:missing]
-            data = data[missing:]
-            if len(self._rest) < BLOCK:
-                return
-            self._hash.update(_condense(memoryview(self._rest)))
-            self._rest = bytearray()
-        while len(data) >= BLOCK:
-            self._hash.update(_condense(data[:BLOCK]))
-            data = data[BLOCK:]
-        self._rest += data
 
     def finish(self) -> tuple[str, ...]:
         """The hashes, in order; one of nothing for an empty stream."""
@@ -85,24 +60,9 @@ class Digests:
         return tuple(self._done)
 
     def _close(self) -> None:
-        self._hash.update(self._rest)
-        self._rest = bytearray()
         self._done.append(self._hash.hexdigest())
-        self._hash = _new_hash()
+        self._hash = xxhash.xxh3_128()
         self._filled = 0
-
-
-def _new_hash() -> Any:
-    return hashlib.sha256(usedforsecurity=False)
-
-
-def _condense(block: memoryview) -> bytes:
-    import torch  # loaded where it is used: listing checkpoints needs no hash
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of memory that torch could write to, and does not
-        table = torch.frombuffer(block, dtype=torch.int64).view(_ROWS, -1)
-    return bytes(table.sum(1).numpy()) + bytes(table.sum(0).numpy())
 
 
 class HashedFile:
@@ -210,9 +170,9 @@ class HashedFile:
         self.close()
 
 
-def hash_chunk(path: Path, number: int, algorithm: str = ALGORITHM, chunk: int = CHUNK) -> str:
+def hash_chunk(path: Path, number: int, chunk: int = CHUNK) -> str:
     """The hash of one chunk of a file, as it is on the disk now."""
-    digests = Digests(algorithm, chunk)
+    digests = Digests(chunk)
     buffer = memoryview(bytearray(min(BLOCK, chunk)))
     place, end = number * chunk, (number + 1) * chunk
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -228,10 +188,10 @@ def hash_chunk(path: Path, number: int, algorithm: str = ALGORITHM, chunk: int =
     return digests.finish()[0]
 
 
-def hash_file(path: Path, algorithm: str = ALGORITHM, chunk: int = CHUNK) -> tuple[int, tuple[str, ...]]:
+def hash_file(path: Path, chunk: int = CHUNK) -> tuple[int, tuple[str, ...]]:
     """Size and hashes of a file that somebody else has written."""
     size = path.stat().st_size
-    return size, tuple(hash_chunk(path, number, algorithm, chunk) for number in range(count_chunks(size, chunk)))
+    return size, tuple(hash_chunk(path, number, chunk) for number in range(count_chunks(size, chunk)))
 
 
 def count_chunks(size: int, chunk: int = CHUNK) -> int:

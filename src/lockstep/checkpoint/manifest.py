@@ -110,8 +110,8 @@ def parse(data: bytes, where: str = NAME) -> Manifest:
 
 def _built(body: dict[str, Any], where: str) -> Manifest:
     algorithm, chunk = body.get("algorithm"), body.get("chunk")
-    if algorithm not in hashing.ALGORITHMS:
-        known = ", ".join(hashing.ALGORITHMS)
+    if algorithm != hashing.ALGORITHM:
+        known = hashing.ALGORITHM
         raise CheckpointError(f"{where} names the hash {algorithm!r}; this release knows {known}. Update lockstep.")
     if not _whole(chunk) or chunk < 1:
         raise CheckpointError(f"{where} is damaged: its chunks have {chunk!r} bytes.")

@@ -77,7 +77,7 @@ def test_a_newer_format_says_what_to_do() -> None:
     ("change", "found"),
     [
         ({"chunk": 0}, "chunks have 0 bytes"),
-        ({"algorithm": "rot13"}, "knows sha256"),
+        ({"algorithm": "rot13"}, "knows xxh3-128"),
         ({"files": {}}, "lists no files"),
         ({"files": {"a": {"size": -1, "chunks": [MARK]}}}, "no size with hashes"),
         ({"files": {"a": {"size": 1, "chunks": []}}}, "0 hashes for 1 bytes"),
