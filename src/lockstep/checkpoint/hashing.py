@@ -3,8 +3,8 @@
 A file is hashed in chunks, so that several threads, or several ranks, can share the work: while one chunk is written
 its hash is computed on another core.
 
-XXH3 with 128 bits keeps up with memory, and lets go of the interpreter's lock; SHA-256 would take longer than all the rest
-of a save. It is meant to find damage, not forgery: whoever can change files can change the manifest.
+XXH3 with 128 bits keeps up with memory, and lets go of the interpreter's lock; SHA-256 would take longer than all the
+rest of a save. It is meant to find damage, not forgery: whoever can change files can change the manifest.
 """
 
 from __future__ import annotations

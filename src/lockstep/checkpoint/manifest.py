@@ -22,7 +22,7 @@ VERSION = 1
 """Of the format. A reader takes its own version and older ones."""
 _LARGEST = 1 << 26
 """Bytes that a manifest may have: 64 MiB is enough for the hashes of 8 TB."""
-_HEX = re.compile(r"[0-9a-f]{64,128}")
+_HEX = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, kw_only=True)

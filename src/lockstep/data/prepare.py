@@ -19,7 +19,7 @@ from lockstep.data.tagged import Tagging
 from lockstep.errors import ConfigError, UsageError
 from lockstep.topology.group import Group
 
-_ALONE: Any = SimpleNamespace(rank=0, world_size=1, scopes=0)
+_ALONE: Any = SimpleNamespace(rank=0, world_size=1, scopes=0, clock=None)
 """The group of a loader that was never prepared."""
 
 

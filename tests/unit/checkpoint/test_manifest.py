@@ -14,7 +14,7 @@ from lockstep.checkpoint import hashing, manifest
 from lockstep.checkpoint.manifest import Entry, Manifest, parse
 from lockstep.errors import CheckpointError
 
-MARK = "ab" * 32
+MARK = "0123456789abcdef" * 2
 
 
 def example(files: int = 3) -> Manifest:
