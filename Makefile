@@ -29,7 +29,7 @@ demo: $(VENV)/.installed   ## train a small digit classifier on 2 processes
 
 test: $(VENV)/.installed   ## run the whole test suite
 	@bash scripts/apt.sh
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/.installed   ## ruff (rules and format) and the import contracts
 	$(PY) -m ruff check .
