@@ -32,12 +32,14 @@ if TYPE_CHECKING:
         DistributedOperationException,
         LockstepError,
         NotYetError,
+        OutOfMemory,
         PeerFailure,
         RankFailed,
         TopologyError,
         UsageError,
     )
     from lockstep.launch.notebook import debug_launcher, notebook_launcher
+    from lockstep.memory.batch_size import find_executable_batch_size
     from lockstep.progress import tqdm
     from lockstep.state import AcceleratorState, GradientState, PartialState
 
@@ -65,12 +67,14 @@ _PLACES = {
         "DistributedOperationException",
         "LockstepError",
         "NotYetError",
+        "OutOfMemory",
         "PeerFailure",
         "RankFailed",
         "TopologyError",
         "UsageError",
     ),
     "lockstep.launch.notebook": ("debug_launcher", "notebook_launcher"),
+    "lockstep.memory.batch_size": ("find_executable_batch_size",),
     "lockstep.progress": ("tqdm",),
     "lockstep.state": ("AcceleratorState", "GradientState", "PartialState"),
 }
@@ -93,6 +97,7 @@ __all__ = [
     "InitProcessGroupKwargs",
     "LockstepError",
     "NotYetError",
+    "OutOfMemory",
     "PartialState",
     "PeerFailure",
     "ProfileKwargs",
@@ -103,6 +108,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "debug_launcher",
+    "find_executable_batch_size",
     "notebook_launcher",
     "set_seed",
     "skip_first_batches",

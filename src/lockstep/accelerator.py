@@ -35,6 +35,7 @@ from lockstep.data.loader import PreparedDataLoader
 from lockstep.data.options import DataOptions
 from lockstep.data.prepare import prepare_loader, skip_first_batches
 from lockstep.errors import UsageError
+from lockstep.memory.tools import MemoryTools
 from lockstep.optim import clip, horizon
 from lockstep.optim.accumulation import Accumulation, silenced
 from lockstep.optim.guard import refuse_strangers
@@ -65,7 +66,7 @@ _LATER = (
 """Names of the known interface that this release does not have."""
 
 
-class Accelerator(ProcessView, Talk, DataOptions):
+class Accelerator(ProcessView, Talk, DataOptions, MemoryTools):
     """Runs a training script on one device or many.
 
     Arguments are those of Accelerate, with these additions: ``step_with_optimizer`` is the guides' name for
@@ -158,6 +159,7 @@ class Accelerator(ProcessView, Talk, DataOptions):
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
         self._dataloaders: list[PreparedDataLoader] = []
+        self._prepared = (self._models, self._optimizers, self._schedulers, self._dataloaders)
         self._updates = 0
         self._number = next(_numbers)
         self._record: Record | None = None
@@ -382,7 +384,7 @@ class Accelerator(ProcessView, Talk, DataOptions):
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of everything that was prepared, and of the device's cache; gives a None for each object."""
-        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
+        for kept in self._prepared:
             kept.clear()
         if self._scaler is not None:
             self._scaler.forget()
@@ -405,6 +407,8 @@ class Accelerator(ProcessView, Talk, DataOptions):
         """After a new generation: attach the models to it, and give up the open window."""
         for model in self._models:
             self._strategy.reattach(model)
+        for model in self._given_up:
+            self._strategy.detach(model)
         self._accumulation.reset()
 
     # --- training ----------------------------------------------------------------------------------------------
@@ -520,6 +524,8 @@ class Accelerator(ProcessView, Talk, DataOptions):
                 accumulation.settle_items(self._group, self._parameters())
             elif not accumulation.settled:
                 accumulation.settle(self._parameters())
+            if self._on_update is not None:
+                self._on_update()
 
     def _round_number(self) -> int | None:
         """Which batch of the epoch this is: the same on all ranks, unless one of them has skipped an update."""

@@ -8,6 +8,7 @@
     ├── UsageError (RuntimeError)             the right objects, called in a way that cannot work
     ├── DataError (RuntimeError)              a sample or batch could not be read, or not be shared between ranks
     ├── TopologyError (RuntimeError)          the processes cannot be put together into one job
+    ├── OutOfMemory (RuntimeError)            even the smallest batch that was tried does not fit into memory
     ├── PeerFailure (RuntimeError)            this rank is fine; another one failed, or the line to it broke
     ├── RankFailed (RuntimeError)             a function that was started on several processes failed on one of them
     └── DistributedOperationException         ranks called one collective with arguments that do not fit together
@@ -58,6 +59,10 @@ class DataError(LockstepError, RuntimeError):
 
 class TopologyError(LockstepError, RuntimeError):
     """The processes of the job do not fit together."""
+
+
+class OutOfMemory(LockstepError, RuntimeError):
+    """Even the smallest batch that was tried does not fit into memory."""
 
 
 class PeerFailure(LockstepError, RuntimeError):

@@ -19,6 +19,8 @@ NOW = [
     ("Accelerator", "lockstep"),
     ("DistributedType", "lockstep"),
     ("notebook_launcher", "lockstep"),
+    ("find_executable_batch_size", "lockstep"),
+    ("find_executable_batch_size", "lockstep.utils"),
     ("get_logger", "lockstep.logging"),
     ("ProjectConfiguration", "lockstep.utils"),
     ("DistributedOperationException", "lockstep.utils.operations"),
@@ -29,8 +31,6 @@ NOW = [
 """Name, module: what the guides import (or name by its module) that this release has."""
 
 LATER = [
-    ("find_executable_batch_size", "lockstep"),
-    ("find_executable_batch_size", "lockstep.utils"),
     ("load_checkpoint_in_model", "lockstep"),
     ("DebugUnderflowOverflow", "lockstep.debug_utils"),
     ("detect_overflow", "lockstep.debug_utils"),
@@ -105,7 +105,7 @@ def test_the_blocks_of_our_pages_use_what_the_guides_use() -> None:
     """The blocks themselves are run by test_code_blocks.py; hidden ones do not count here."""
     shown = "\n".join(visible_python(page) for page in PAGES)
     imported = {name for line in re.findall(r"^from \S+ import (.+)$", shown, re.M) for name in re.split(r",\s*", line)}
-    expected = {"Accelerator", "DistributedType", "get_logger", "broadcast"}
+    expected = {"Accelerator", "DistributedType", "find_executable_batch_size", "get_logger", "broadcast"}
     assert expected <= imported
     called = set(re.findall(r"accelerator\.(\w+)", shown))
     prose_only = {"check_breakpoint", "clip_grad_value_", "free_memory", "reduce", "set_breakpoint"}

@@ -19,9 +19,9 @@ from lockstep.comm import tensors
 TOP = """
 Accelerator AcceleratorState AutocastKwargs ConfigError DDPCommunicationHookType DataError DataLoaderConfiguration
 DistributedDataParallelKwargs DistributedOperationException DistributedType GradScalerKwargs
-GradientAccumulationPlugin GradientState InitProcessGroupKwargs LockstepError NotYetError PartialState PeerFailure
+GradientAccumulationPlugin GradientState InitProcessGroupKwargs LockstepError NotYetError OutOfMemory PartialState PeerFailure
 ProfileKwargs ProjectConfiguration RankFailed TopologyError TorchDynamoPlugin UsageError __version__ debug_launcher
-notebook_launcher set_seed
+find_executable_batch_size notebook_launcher set_seed
 skip_first_batches synchronize_rng_states tqdm
 """.split()  # noqa: SIM905
 

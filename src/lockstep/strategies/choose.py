@@ -48,6 +48,9 @@ class Strategy(Protocol):
     def reattach(self, model: nn.Module) -> None:
         """Point the model at the group's new generation."""
 
+    def detach(self, model: nn.Module) -> None:
+        """Have a model that is trained no more let go of the group's old generation."""
+
 
 @dataclass(frozen=True, eq=False)
 class Choice:

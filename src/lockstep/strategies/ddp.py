@@ -54,6 +54,7 @@ class DDP:
         self._meetings: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
         self._expected = False
         group.on_arm(self._arm)
+        group.on_reform(self._expect_nothing)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Called on: all ranks. The model, with rank 0's weights, averaging its gradients over all ranks."""
@@ -91,6 +92,10 @@ class DDP:
         """A forward whose backward will average: a backward of something else meets no other rank."""
         if torch.is_grad_enabled() and wrapped.require_backward_grad_sync:
             self._expected = True
+
+    def _expect_nothing(self) -> None:
+        """A new generation: the backward of a forward that was broken off will not come."""
+        self._expected = False
 
     def enter_backward(self, batch: int | None) -> int:
         """Note that a backward begins, if it averages gradients; the batch it is of must be the same on all ranks."""
@@ -225,6 +230,11 @@ class DDP:
         model._static_graph_delay_allreduce_enqueued = False  # the new reducer has yet to learn the graph
         model.__setstate__(model.__getstate__())  # as unpickling does: makes the reducer, with its first buckets
         self._hook(model)
+
+    def detach(self, model: nn.Module) -> None:
+        """Have a model that is trained no more let go of the group's old generation, as ``reattach`` does."""
+        if isinstance(model, DistributedDataParallel):
+            model._update_process_group(self._group.pg)
 
 
 def _in_join(item: Any) -> bool:

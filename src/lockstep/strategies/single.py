@@ -37,3 +37,6 @@ class Single:
 
     def reattach(self, model: nn.Module) -> None:
         """Nothing to attach."""
+
+    def detach(self, model: nn.Module) -> None:
+        """Nothing to let go of."""

@@ -32,6 +32,8 @@ from lockstep.config.handlers import (
 )
 from lockstep.errors import DistributedOperationException
 from lockstep.launch.basic_config import write_basic_config
+from lockstep.memory.batch_size import find_executable_batch_size
+from lockstep.memory.freeing import clear_device_cache, get_max_memory, release_memory
 from lockstep.precision.mixed import convert_outputs_to_fp32, convert_to_fp32
 from lockstep.progress import tqdm
 
@@ -54,15 +56,19 @@ __all__ = [
     "TorchDynamoPlugin",
     "broadcast",
     "broadcast_object_list",
+    "clear_device_cache",
     "concatenate",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
     "find_batch_size",
+    "find_executable_batch_size",
     "gather",
     "gather_object",
+    "get_max_memory",
     "pad_across_processes",
     "recursively_apply",
     "reduce",
+    "release_memory",
     "send_to_device",
     "set_seed",
     "slice_tensors",

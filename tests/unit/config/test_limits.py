@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch import limits
+from lockstep.config import limits
 
 
 @pytest.mark.parametrize(

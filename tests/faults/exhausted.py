@@ -1,0 +1,135 @@
+"""What the ranks of the out-of-memory tests run: a training in which one rank runs out of memory at a chosen place."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Accelerator, find_executable_batch_size, set_seed
+from lockstep.topology import current
+
+WIDTH = 16
+START = 8
+SAMPLES = 64
+PHASES = ("build", "prepare", "loader", "forward", "backward", "step")
+MICRO_STEPS = (0, 1, 2, 3)
+"""At START on 2 ranks an epoch has 4 batches, in 2 windows."""
+
+
+class Faked(RuntimeError):
+    """As torch raises it where memory is that of a device."""
+
+
+@dataclass
+class Plan:
+    """Who runs out where: on ``rank``, in ``phase`` of micro-batch ``at``, at every batch size above ``fits``."""
+
+    rank: int
+    phase: str
+    at: int = 0
+    fits: int = 4
+    error: str = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
+
+
+@dataclass
+class Seen:
+    """What one rank saw."""
+
+    sizes: list[int] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    steps: int = 0
+    alive: list[int] = field(default_factory=list)
+    """Models and optimizers of earlier attempts that were not freed when the next one began."""
+    same_accelerator: bool = False
+    error: str = ""
+
+
+class Net(nn.Module):
+    """Layers in several buckets, so that some gradients are on their way when the backward fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.fault: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if place == 1 and self.fault is not None:
+                self.fault("forward")
+                x.register_hook(lambda _: self.fault("backward"))
+        return x
+
+
+class Data(TensorDataset):
+    """Samples that can be read until memory runs out."""
+
+    fault: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.fault is not None:
+            self.fault("loader")
+        return super().__getitem__(index)
+
+
+def train(accelerator: Accelerator, plan: Plan | None, size: int, seen: Seen, kept: list[Any]) -> None:
+    """One attempt: the whole training, from building to the last update."""
+    gc.collect()
+    seen.alive.append(sum(reference() is not None for reference in kept))
+    seen.sizes.append(size)
+    accelerator.free_memory()
+    set_seed(3)
+    now = {"at": 0}
+
+    def fault(phase: str) -> None:
+        here = (accelerator.process_index, phase, now["at"])
+        if plan is not None and here == (plan.rank, plan.phase, plan.at) and size > plan.fits:
+            raise Faked(plan.error)
+
+    fault("build")
+    net = Net()
+    data = Data(torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    kept += [weakref.ref(net), weakref.ref(optimizer)]
+    fault("prepare")
+    model, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(data, batch_size=size, shuffle=True))
+    net.fault, data.fault = fault, fault
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward((model(x) - y).square().mean())
+            fault("step")
+            optimizer.step()
+            optimizer.zero_grad()
+        now["at"] += 1
+    seen.weights = [parameter.detach().clone() for parameter in net.parameters()]
+    net.fault = data.fault = None
+
+
+def search(plan: Plan | None, *, keep: bool = True, start: int = START, accumulation: int = 1, **options: Any) -> Seen:
+    """Train through ``find_executable_batch_size`` with an accelerator that was made outside."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    before = id(accelerator)
+    seen, kept = Seen(), []
+
+    @find_executable_batch_size(starting_batch_size=start, keep_effective_batch=keep, **options)
+    def inner(size: int) -> int:
+        nonlocal accelerator
+        train(accelerator, plan, size, seen, kept)
+        return size
+
+    try:
+        inner()
+    except Exception as error:
+        seen.error = f"{type(error).__name__}: {error}"
+    seen.steps = accelerator.gradient_accumulation_steps
+    seen.same_accelerator = id(accelerator) == before
+    session = current.peek()
+    assert session is not None
+    accelerator.gradient_accumulation_steps = accumulation
+    return seen
