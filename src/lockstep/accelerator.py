@@ -492,8 +492,8 @@ class Accelerator(ProcessView, Talk, DataOptions, MemoryTools):
         number of real samples in the loader's batch, unless another is given.
         """
         accumulation = self._accumulation
-        if num_items is None and self._settings.reproducible:
-            num_items = self._real_samples()
+        if num_items is None:
+            num_items = self._items_of_batch()
         if num_items is None:
             loss = accumulation.scaled(loss)
         else:
@@ -518,14 +518,22 @@ class Accelerator(ProcessView, Talk, DataOptions, MemoryTools):
         if number > 0 and self._group.clock is not None:
             self._group.clock.backwards.append((began, monotonic()))
         if accumulation.sync_gradients:
-            self._updates += 1
-            box.step(self._updates)
-            if num_items is not None:
-                accumulation.settle_items(self._group, self._parameters())
-            elif not accumulation.settled:
-                accumulation.settle(self._parameters())
-            if self._on_update is not None:
-                self._on_update()
+            self._complete_update(num_items is not None)
+
+    def _complete_update(self, weighted: bool) -> None:
+        """Called on: all ranks. After the backward that closes a window: bring its gradients to scale."""
+        self._updates += 1
+        self._group.box.step(self._updates)
+        if weighted:
+            self._accumulation.settle_items(self._group, self._parameters())
+        elif not self._accumulation.settled:
+            self._accumulation.settle(self._parameters())
+        if self._on_update is not None:
+            self._on_update()
+
+    def _items_of_batch(self) -> int | None:
+        """What a batch counts for where nobody says: its samples when results are to be reproducible, else nothing."""
+        return self._real_samples() if self._settings.reproducible else None
 
     def _round_number(self) -> int | None:
         """Which batch of the epoch this is: the same on all ranks, unless one of them has skipped an update."""

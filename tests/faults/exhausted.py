@@ -133,3 +133,74 @@ def search(plan: Plan | None, *, keep: bool = True, start: int = START, accumula
     assert session is not None
     accelerator.gradient_accumulation_steps = accumulation
     return seen
+
+
+# --- micro-batches -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Parts:
+    """What one rank saw of a training by ``auto_microbatch``."""
+
+    weights: list[Tensor] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    sizes: list[list[int]] = field(default_factory=list)
+    """Rows of each part that was computed, by step."""
+    samples: list[int] = field(default_factory=list)
+    """Which samples the updates were made from, by id."""
+    generation: int = 0
+    limit: int | None = None
+
+
+def train_in_parts(
+    plan: Plan | None,
+    *,
+    accumulation: int = 1,
+    samples: int = SAMPLES,
+    reproducible: bool = False,
+    plain: bool = False,
+    unused: bool = False,
+) -> Parts:
+    """Train with a batch of START on each rank; at micro-batch ``plan.at`` parts of more than ``plan.fits`` do not fit.
+
+    ``plain`` trains without ``auto_microbatch``. ``unused`` leaves a layer out on odd ranks.
+    """
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, reproducible=reproducible)
+    accelerator.free_memory()
+    accelerator.gradient_accumulation_steps = accumulation
+    set_seed(3)
+    net = Net()
+    data = TensorDataset(torch.randn(samples, WIDTH), torch.randn(samples, WIDTH), torch.arange(samples))
+    loader = DataLoader(data, batch_size=START, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01), loader)
+    seen, at = Parts(), 0
+
+    def fault(phase: str, rows: int) -> None:
+        wanted = plan is not None and plan.at == at and rows > plan.fits
+        if wanted and plan is not None and (plan.rank, plan.phase) == (accelerator.process_index, phase):
+            raise Faked(plan.error)
+
+    def compute_loss(part: dict[str, Any]) -> Tensor:
+        seen.sizes[-1].append(len(part["x"]))
+        net.fault = lambda phase: fault(phase, len(part["x"]))
+        return (model(part["x"]) - part["rest"][0]).square().mean()
+
+    for x, y, ids in loader:
+        seen.sizes.append([])
+        with accelerator.accumulate(model):
+            batch = {"x": x, "rest": (y, ids), "name": "n", "texts": [str(number) for number in ids.tolist()]}
+            if plain:
+                loss = compute_loss(batch)
+                accelerator.backward(loss)
+            else:
+                loss = accelerator.auto_microbatch(batch, compute_loss)
+            seen.losses.append(float(loss))
+            seen.samples += ids.tolist()
+            optimizer.step()
+            optimizer.zero_grad()
+        at += 1
+    seen.weights = [parameter.detach().clone() for parameter in net.parameters()]
+    session = current.peek()
+    assert session is not None
+    seen.generation, seen.limit = session.group.generation, accelerator.microbatch_size
+    return seen

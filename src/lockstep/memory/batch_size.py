@@ -18,8 +18,9 @@ from lockstep.comm.rng import States
 from lockstep.config import env
 from lockstep.errors import ConfigError, OutOfMemory, PeerFailure, UsageError
 from lockstep.logging import get_notices
-from lockstep.memory.freeing import clear_device_cache, in_words
-from lockstep.memory.recognise import is_out_of_memory, requested_bytes, root_of
+from lockstep.memory.freeing import clear_device_cache
+from lockstep.memory.recognise import describe, is_out_of_memory
+from lockstep.memory.sizes import check_size
 from lockstep.topology import current, environments
 from lockstep.topology.group import Group
 
@@ -55,7 +56,7 @@ def find_executable_batch_size(
         margin: With "binary", how far the size stays below the smallest one that is known not to fit.
     """
     options = _Options(
-        start=_size(starting_batch_size, "starting_batch_size"),
+        start=check_size(starting_batch_size, "starting_batch_size"),
         reduce=reduce_batch_size_fn,
         keep_effective=keep_effective_batch,
         binary=_search(search, reduce_batch_size_fn),
@@ -220,7 +221,7 @@ class _Search:
             self._raise_other(agreement.failures, verdicts, error)
         clear_device_cache(garbage_collection=True)
         ranks = tuple(failure.rank for failure in agreement.failures)
-        told = all_objects(group, (_asked(error), self._trace if error is not None else ""))
+        told = all_objects(group, (describe(error), self._trace if error is not None else ""))
         return _RanOut(ranks, *told[ranks[0]])
 
     def _alone(self, size: int, mark: Any) -> Any:
@@ -232,7 +233,7 @@ class _Search:
             if not is_out_of_memory(error):
                 raise
             self._let_go(error, mark)
-            ran_out = _RanOut((0,), _asked(error), self._trace)
+            ran_out = _RanOut((0,), describe(error), self._trace)
         clear_device_cache(garbage_collection=True)
         return ran_out
 
@@ -351,17 +352,9 @@ def _counter() -> Callable[[], None]:
     return count
 
 
-def _asked(error: Exception | None) -> str:
-    if error is None:
-        return ""
-    size = requested_bytes(error)
-    text = str(root_of(error)).strip()
-    return f"tried to allocate {in_words(size)}" if size else text.splitlines()[0][:160] if text else ""
-
-
 def _who(ran_out: _RanOut) -> str:
     ranks = ", ".join(f"rank {rank}" for rank in ran_out.ranks)
-    return f"{ranks} ran out of memory" + (f" ({ran_out.what})" if ran_out.what else "")
+    return f"{ranks} ran out of memory{ran_out.what}"
 
 
 def _divisors(number: int) -> list[int]:
@@ -369,16 +362,6 @@ def _divisors(number: int) -> list[int]:
 
 
 # --- what was asked for ------------------------------------------------------------------------------------------
-
-
-def _size(value: Any, name: str) -> int:
-    try:
-        size = operator.index(value)
-    except TypeError:
-        size = 0
-    if isinstance(value, bool) or size < 1:
-        raise ConfigError(f"{name}={value!r} is no batch size. Give a whole number of at least 1.")
-    return size
 
 
 def _search(value: str, reduce: Any) -> bool:

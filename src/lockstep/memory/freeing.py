@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import resource
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,10 +13,9 @@ import torch
 
 from lockstep.config import limits
 from lockstep.errors import ConfigError
+from lockstep.memory.sizes import in_bytes
+from lockstep.memory.sizes import in_words as in_words
 from lockstep.topology.memory import empty_cache
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -47,7 +45,7 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> d
     are to be filled.
     """
     if max_memory is not None:
-        return _ordered({key: _bytes(key, value) for key, value in max_memory.items()})
+        return _ordered({key: in_bytes(value, f"max_memory[{key!r}]") for key, value in max_memory.items()})
     found: dict[int | str, int] = {}
     if not torch.accelerator.is_available():
         found["cpu"] = free_host_memory()
@@ -94,19 +92,6 @@ def _own_sizes() -> dict[str, int]:
     return {name: int(value.split()[0]) * 1024 for name, value in pairs}
 
 
-def _bytes(key: int | str, value: int | str) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    found = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if found is None:
-        raise ConfigError(
-            f"max_memory[{key!r}]={value!r} is not a size. Give bytes as a whole number, or a text such as '10GiB' or "
-            "'200MB'."
-        )
-    base = 1024 if found[3] else 1000
-    return int(float(found[1]) * base ** _POWERS[found[2].upper()])
-
-
 def _ordered(sizes: dict[int | str, int]) -> dict[int | str, int]:
     known = sorted(key for key in sizes if isinstance(key, int))
     named = [key for key in ("mps", "cpu", "disk") if key in sizes]
@@ -116,12 +101,3 @@ def _ordered(sizes: dict[int | str, int]) -> dict[int | str, int]:
             f"max_memory names {', '.join(map(repr, strange))}. Allowed: device numbers, 'mps', 'cpu' and 'disk'."
         )
     return {key: sizes[key] for key in (*known, *named)}
-
-
-def in_words(size: float) -> str:
-    """A number of bytes as people read it: ``1.5 GiB``."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

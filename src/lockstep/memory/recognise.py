@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from lockstep.errors import OutOfMemory, PeerFailure
+from lockstep.memory.sizes import in_words
 
 _TEXTS = re.compile(
     r" out of memory\b"  # CUDA, HIP, XPU, NPU, MPS, and "CUDA error: out of memory"
@@ -42,6 +43,17 @@ def requested_bytes(error: BaseException) -> int | None:
             scale = _UNITS["B" if unit == "bytes" else unit[0]]
             return int(float(found["size"] or found["size2"]) * scale)
     return None
+
+
+def describe(error: BaseException | None) -> str:
+    """What was asked for, or else the error's first line, in parentheses; empty when there is nothing to say."""
+    if error is None:
+        return ""
+    size = requested_bytes(error)
+    if size is not None:
+        return f" (tried to allocate {in_words(size)})"
+    text = str(root_of(error)).strip()
+    return f" ({text.splitlines()[0][:160]})" if text else ""
 
 
 def root_of(error: BaseException) -> BaseException:

@@ -6,12 +6,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
 
-from torch import nn
+from torch import Tensor, nn
+
+from lockstep.memory.sizes import check_size
+from lockstep.topology.group import Group
 
 
 class MemoryTools:
     """Letting go of what was prepared in an attempt that failed; micro-batches that fit."""
 
+    _group: Group
+    _strategy: Any
+    _models: list[nn.Module]
     _prepared: tuple[list[Any], ...]
     _accumulation: Any
     _scaler: Any
@@ -19,6 +25,44 @@ class MemoryTools:
     _on_update: Callable[[], None] | None = None
     _given_up: Iterable[nn.Module] = ()
     """Models of attempts that failed and that somebody still refers to."""
+
+    _microbatch_size: int | None = None
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """The most samples that ``auto_microbatch`` computes at once; None while every batch has fitted whole."""
+        return self._microbatch_size
+
+    @microbatch_size.setter
+    def microbatch_size(self, value: int | None) -> None:
+        self._microbatch_size = None if value is None else check_size(value, "microbatch_size")
+
+    def auto_microbatch(
+        self,
+        batch: Any,
+        compute_loss: Callable[[Any], Tensor],
+        *,
+        num_items: Callable[[Any], Any] | None = None,
+        split: Callable[[Any, slice], Any] | None = None,
+    ) -> Tensor:
+        """Called on: all ranks. Forward and backward of one batch, in smaller parts on all ranks when memory runs out.
+
+        Gradients are averaged once, after the last part, and are those of the whole batch. Returns its loss.
+
+        Args:
+            batch: Tensors, or tuples, lists, mappings and dataclasses of them; split along the first dimension.
+            compute_loss: Gets a part of the batch, runs the model, returns the mean loss over the part's samples. It is
+                called again for samples whose part did not fit, and does nothing with other ranks.
+            num_items: A function of a part that counts what the loss is a mean of, where that is not samples but tokens.
+            split: A function of the batch and a slice of its rows, for batches of another form.
+        """
+        from lockstep.memory.microbatch import train_on  # loaded where it is used, as few scripts do
+
+        return train_on(self, batch, compute_loss, num_items, split)  # type: ignore[arg-type]
+
+    def _scaled_up(self, loss: Tensor) -> Tensor:
+        """The loss with fp16's scale, where there is one."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
 
     def _mark_prepared(self) -> tuple[list[Any], ...]:
         """What is prepared so far, and the loaders that are being iterated."""

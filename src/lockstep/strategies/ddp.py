@@ -24,6 +24,7 @@ from lockstep.config.choices import DDPCommunicationHookType
 from lockstep.config.handlers import DistributedDataParallelKwargs
 from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.optim.accumulation import Accumulation
+from lockstep.strategies.averaging import average_gradients
 from lockstep.strategies.joining import Stateful, check_joinables, joined
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
@@ -213,6 +214,35 @@ class DDP:
                 yield
         finally:
             self._group.box.leave(number)
+
+    def start_parts(self, models: Sequence[nn.Module]) -> None:
+        """Called on: all ranks. Refuse what cannot be computed apart; share buffers, as a forward would."""
+        for wrapped in models:
+            if not isinstance(wrapped, DistributedDataParallel):
+                continue
+            if self._options.comm_hook is not DDPCommunicationHookType.NO:
+                raise UsageError(
+                    f"auto_microbatch averages gradients as they are, and comm_hook={self._options.comm_hook} asks for "
+                    "compressed ones. Leave the hook out, or use find_executable_batch_size."
+                )
+            if _in_join(wrapped):
+                raise UsageError("auto_microbatch does not go with join_uneven_inputs: use even_batches=True.")
+            if any(isinstance(module, nn.SyncBatchNorm) for module in wrapped.modules()):
+                raise UsageError(
+                    "auto_microbatch computes each part alone, and SyncBatchNorm needs all ranks in every part. Use a "
+                    "norm over each sample (LayerNorm, GroupNorm), or find_executable_batch_size."
+                )
+            if self._topology.device.type != "cpu":
+                if wrapped._check_sync_bufs_pre_fwd():
+                    wrapped._sync_buffers()
+            elif self._options.broadcast_buffers and next(wrapped.module.buffers(), None) is not None:
+                self._share_buffers(wrapped, None)
+
+    def average(self, models: Sequence[nn.Module]) -> None:
+        """Called on: all ranks. Average the gradients that backwards under ``no_sync`` have left."""
+        wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
+        trained = (parameter for model in wrapped for parameter in model.parameters() if parameter.requires_grad)
+        average_gradients(self._group, list({id(parameter): parameter for parameter in trained}.values()))
 
     def reattach(self, model: nn.Module) -> None:
         """Point the model at the group's new generation.
