@@ -36,12 +36,14 @@ from lockstep.data.options import DataOptions
 from lockstep.data.prepare import prepare_loader, skip_first_batches
 from lockstep.errors import UsageError
 from lockstep.memory.tools import MemoryTools
+from lockstep.memory.words import advise
 from lockstep.optim import clip, horizon
 from lockstep.optim.accumulation import Accumulation, silenced
 from lockstep.optim.guard import refuse_strangers
 from lockstep.optim.optimizer import PreparedOptimizer
 from lockstep.optim.scheduler import PreparedScheduler
 from lockstep.precision import mixed
+from lockstep.rundir.words import ADVISERS
 from lockstep.state import AcceleratorState, GradientState, settle_precision
 from lockstep.strategies import unwrapping
 from lockstep.strategies.choose import choose
@@ -167,6 +169,8 @@ class Accelerator(ProcessView, Talk, DataOptions, MemoryTools):
         self._guarded = False
         self._group.on_reform(self._start_again)
         session.accelerator = self
+        if advise not in ADVISERS:
+            ADVISERS.append(advise)
         if settings.reproducible:
             from lockstep.logging import get_logger  # loaded where it is used: there is seldom anything to say
 

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.errors import TopologyError
+from lockstep.rundir import words
 from lockstep.topology.group import Group
 
 
@@ -44,3 +45,6 @@ class Farewell:
                     details = "".join(traceback.format_exception(kind, value, trace))
                     self._group.end(self.words, leaving=True, details=details)
         self._before(kind, value, trace)
+        advice = words.advice_on(value)
+        if advice:
+            print(f"\n{advice}", file=sys.stderr)
