@@ -32,6 +32,7 @@ from lockstep.config.handlers import (
 )
 from lockstep.errors import DistributedOperationException
 from lockstep.launch.basic_config import write_basic_config
+from lockstep.memory.activations import estimate_memory
 from lockstep.memory.batch_size import find_executable_batch_size
 from lockstep.memory.freeing import clear_device_cache, get_max_memory, release_memory
 from lockstep.precision.mixed import convert_outputs_to_fp32, convert_to_fp32
@@ -60,6 +61,7 @@ __all__ = [
     "concatenate",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
+    "estimate_memory",
     "find_batch_size",
     "find_executable_batch_size",
     "gather",
