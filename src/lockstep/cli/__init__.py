@@ -18,6 +18,7 @@ COMMANDS = {
     "watch": "show what every rank of a job is doing, live",
     "stacks": "print where every rank of a job is, down to the Python line",
     "slurm": "write a batch file for SLURM",
+    "estimate": "say what memory a model takes, before it is run",
 }
 """Subcommand -> what it does; each is the module of its name, with ``add_arguments`` and ``run``."""
 
