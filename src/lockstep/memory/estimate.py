@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.memory import optimizers
@@ -40,6 +41,10 @@ PRECISIONS = {
     "int4": Precision(bits=4, weights=torch.bfloat16, trains=False),
 }
 """By the names that ``lockstep estimate --dtypes`` takes."""
+_LSTM = (
+    "The model holds an LSTM, which on the CPU keeps a workspace whose size shows only when it computes: activations "
+    "and peak are too low. lockstep.utils.estimate_memory on a real model counts it."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,33 +120,37 @@ def estimate(
     """Work out sizes and forecasts; ``tell`` hears what is being worked on."""
     make = optimizers.maker(optimizer)
     sizes = tuple(sizes_of(found, dtype, make) for dtype in dtypes)
-    notes, forecasts = list(found.notes), []
+    notes = list(found.notes)
+    forecasts: tuple[Forecast, ...] = ()
     source = batch or found.batch
-    if found.model is None:
-        pass  # the notes say why
-    elif source is None:
+    if found.model is not None and source is None:
         notes.append("Activations are not known: nothing says what the model takes. Give --shape or --batch.")
-    else:
+    elif found.model is not None and source is not None:
         try:
-            forecasts = list(_forecasts(found, dtypes, batch_sizes, source, make, loss, tell))
+            forecasts = tuple(_forecasts(found, dtypes, batch_sizes, source, make, loss, tell))
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-            if batch is not None or loss is not None or isinstance(error, LockstepError):
-                raise ConfigError(
-                    f"The model failed on the batch: {reason}. It ran on tensors without data; a model that looks at "
-                    "values can be measured from Python, by lockstep.utils.estimate_memory."
-                ) from error
+            # The model is the user's code: whatever it raises is the answer.
+            if batch is not None or loss is not None:
+                raise ConfigError(f"The model failed on the batch: {_reason(error)}") from error
             notes.append(
-                f"Activations are not known: the model failed on the batch made for it: {reason}. Give --batch."
+                f"Activations are not known: the model failed on the batch made for it: {_reason(error)} Give --batch."
             )
+        if any(isinstance(module, nn.LSTM) for module in found.model.modules()):
+            notes.append(_LSTM)
     return Report(
         model=found.name,
         parameters=sum(weight.count for weight in found.weights if weight.trainable),
         optimizer=optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "its own"),
         sizes=sizes,
-        forecasts=tuple(forecasts),
+        forecasts=forecasts,
         notes=tuple(notes),
     )
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what went wrong, as a sentence."""
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"{first}." if isinstance(error, LockstepError) else f"{type(error).__name__}: {first}."
 
 
 def sizes_of(found: Found, dtype: str, make: optimizers.Make) -> Sizes:

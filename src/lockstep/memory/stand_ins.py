@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from lockstep.errors import UsageError
 
 
 @contextmanager
@@ -25,6 +27,11 @@ def no_data() -> Iterator[None]:
         # Constants that a module keeps outside its parameters and buffers are taken along.
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UsageError(
+            f"The model or its loss looks at the values of a tensor ({error}), and tensors on the meta device have "
+            "none. Measure a model on a real device instead, by lockstep.utils.estimate_memory."
+        ) from error
     finally:
         log.disabled = before
 

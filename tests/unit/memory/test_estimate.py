@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from lockstep.cli.estimate import DTYPES
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.memory import models
 from lockstep.memory.estimate import PRECISIONS, Report, estimate
+from lockstep.utils import estimate_memory
 
 
 def found(model: nn.Module | None = None) -> models.Found:
@@ -93,7 +94,7 @@ def test_without_a_batch_the_activations_are_not_known() -> None:
 
 
 def test_a_batch_that_does_not_fit() -> None:
-    with pytest.raises(ConfigError, match=r"The model failed on the batch: .*estimate_memory"):
+    with pytest.raises(ConfigError, match=r"The model failed on the batch: RuntimeError: .*16"):
         estimate(found(), dtypes=["fp32"], batch_sizes=[2], batch=lambda size: torch.zeros(size, 3))
 
 
@@ -101,3 +102,30 @@ def test_progress_is_told() -> None:
     told: list[str] = []
     work_out("fp32", tell=told.append)
     assert told == ["fp32, batch size 4", "fp32, batch size 8"]
+
+
+class Looks(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+def test_a_model_that_looks_at_values() -> None:
+    with pytest.raises(ConfigError, match=r"looks at the values of a tensor .*Measure a model on a real device"):
+        estimate(found(Looks(4, 4)), dtypes=["fp32"], batch_sizes=[2], batch=lambda size: torch.zeros(size, 4))
+    with torch.device("meta"):
+        model = Looks(4, 4)
+    with pytest.raises(UsageError, match="looks at the values of a tensor"):
+        estimate_memory(model, torch.zeros(2, 4))
+    assert estimate_memory(Looks(4, 4), torch.zeros(2, 4)).gradients == 4 * 20
+
+
+def test_what_an_lstm_hides_is_said() -> None:
+    class Last(nn.LSTM):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)[0]
+
+    with torch.device("meta"):
+        model = Last(4, 8)
+    report = estimate(found(model), dtypes=["fp32"], batch_sizes=[2], batch=lambda size: torch.zeros(5, size, 4))
+    assert "peak are too low" in report.notes[0]
+    assert report.forecasts[0].activations < estimate_memory(Last(4, 8), torch.zeros(5, 2, 4)).activations
