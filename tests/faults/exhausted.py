@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import resource
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator, find_executable_batch_size, set_seed
-from lockstep.topology import current
 
 WIDTH = 16
 START = 8
 SAMPLES = 64
 PHASES = ("build", "prepare", "loader", "forward", "backward", "step")
-MICRO_STEPS = (0, 1, 2, 3)
-"""At START on 2 ranks an epoch has 4 batches, in 2 windows."""
 
 
 class Faked(RuntimeError):
@@ -78,7 +78,9 @@ class Data(TensorDataset):
         return super().__getitem__(index)
 
 
-def train(accelerator: Accelerator, plan: Plan | None, size: int, seen: Seen, kept: list[Any]) -> None:
+def train(
+    accelerator: Accelerator, plan: Plan | None, size: int, seen: Seen, kept: list[Any], samples: int = SAMPLES
+) -> None:
     """One attempt: the whole training, from building to the last update."""
     gc.collect()
     seen.alive.append(sum(reference() is not None for reference in kept))
@@ -94,8 +96,8 @@ def train(accelerator: Accelerator, plan: Plan | None, size: int, seen: Seen, ke
 
     fault("build")
     net = Net()
-    data = Data(torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    data = Data(torch.randn(samples, WIDTH), torch.randn(samples, WIDTH))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     kept += [weakref.ref(net), weakref.ref(optimizer)]
     fault("prepare")
     model, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(data, batch_size=size, shuffle=True))
@@ -111,16 +113,25 @@ def train(accelerator: Accelerator, plan: Plan | None, size: int, seen: Seen, ke
     net.fault = data.fault = None
 
 
-def search(plan: Plan | None, *, keep: bool = True, start: int = START, accumulation: int = 1, **options: Any) -> Seen:
+def search(
+    plan: Plan | None,
+    *,
+    keep: bool = True,
+    start: int = START,
+    accumulation: int = 1,
+    samples: int = SAMPLES,
+    reproducible: bool = False,
+    **options: Any,
+) -> Seen:
     """Train through ``find_executable_batch_size`` with an accelerator that was made outside."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, reproducible=reproducible)
     before = id(accelerator)
     seen, kept = Seen(), []
 
     @find_executable_batch_size(starting_batch_size=start, keep_effective_batch=keep, **options)
     def inner(size: int) -> int:
         nonlocal accelerator
-        train(accelerator, plan, size, seen, kept)
+        train(accelerator, plan, size, seen, kept, samples)
         return size
 
     try:
@@ -129,8 +140,6 @@ def search(plan: Plan | None, *, keep: bool = True, start: int = START, accumula
         seen.error = f"{type(error).__name__}: {error}"
     seen.steps = accelerator.gradient_accumulation_steps
     seen.same_accelerator = id(accelerator) == before
-    session = current.peek()
-    assert session is not None
     accelerator.gradient_accumulation_steps = accumulation
     return seen
 
@@ -148,7 +157,6 @@ class Parts:
     """Rows of each part that was computed, by step."""
     samples: list[int] = field(default_factory=list)
     """Which samples the updates were made from, by id."""
-    generation: int = 0
     limit: int | None = None
 
 
@@ -159,11 +167,10 @@ def train_in_parts(
     samples: int = SAMPLES,
     reproducible: bool = False,
     plain: bool = False,
-    unused: bool = False,
 ) -> Parts:
     """Train with a batch of START on each rank; at micro-batch ``plan.at`` parts of more than ``plan.fits`` do not fit.
 
-    ``plain`` trains without ``auto_microbatch``. ``unused`` leaves a layer out on odd ranks.
+    ``plain`` trains without ``auto_microbatch``.
     """
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, reproducible=reproducible)
     accelerator.free_memory()
@@ -172,7 +179,8 @@ def train_in_parts(
     net = Net()
     data = TensorDataset(torch.randn(samples, WIDTH), torch.randn(samples, WIDTH), torch.arange(samples))
     loader = DataLoader(data, batch_size=START, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01), loader)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     seen, at = Parts(), 0
 
     def fault(phase: str, rows: int) -> None:
@@ -200,7 +208,90 @@ def train_in_parts(
             optimizer.zero_grad()
         at += 1
     seen.weights = [parameter.detach().clone() for parameter in net.parameters()]
-    session = current.peek()
-    assert session is not None
-    seen.generation, seen.limit = session.group.generation, accelerator.microbatch_size
+    seen.limit = accelerator.microbatch_size
     return seen
+
+
+# --- many of them, in one call -----------------------------------------------------------------------------------
+
+
+def every_place(world_size: int) -> list[Plan]:
+    """Each rank, in each phase, at each micro-batch."""
+    once = [Plan(rank, phase) for rank in range(world_size) for phase in PHASES[:2]]
+    steps = range(SAMPLES // (START * world_size))
+    later = [Plan(rank, phase, at) for rank in range(world_size) for phase in PHASES[2:] for at in steps]
+    # The loader is a batch ahead: in the last one there is nothing left to read.
+    return once + [plan for plan in later if (plan.phase, plan.at) != ("loader", steps[-1])]
+
+
+def search_everywhere(plans: list[Plan], accumulation: int) -> list[Seen]:
+    """A search for each plan, with one accelerator after the other in the same job."""
+    return [search(plan, accumulation=accumulation) for plan in plans]
+
+
+def split_everywhere(plans: list[Plan], accumulation: int, **options: Any) -> list[Parts]:
+    """The same in micro-batches."""
+    return [train_in_parts(plan, accumulation=accumulation, **options) for plan in plans]
+
+
+def furthest(mine: list[Tensor], others: list[Tensor]) -> float:
+    """The largest difference between two sets of weights."""
+    return max(float((one - other).abs().max()) for one, other in zip(mine, others, strict=True))
+
+
+# --- really without memory ---------------------------------------------------------------------------------------
+
+
+class Limited:
+    """A region in which this process may have only so many bytes more than it has."""
+
+    def __init__(self, more: int) -> None:
+        self._more = more
+
+    def __enter__(self) -> None:
+        status = Path("/proc/self/status").read_text().splitlines()
+        used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmSize:"))
+        self._before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + self._more, self._before[1]))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, self._before)
+
+
+MEGABYTES = 1 << 18
+"""Numbers of 4 bytes in one."""
+
+
+def really(rank: int) -> tuple[list[int], int]:
+    """A forward that takes 8 MB and more for each sample, on a rank that has 60 MB left."""
+    accelerator = Accelerator(cpu=True)
+    sizes = []
+
+    @find_executable_batch_size(starting_batch_size=16)
+    def inner(size: int) -> int:
+        accelerator.free_memory()
+        sizes.append(size)
+        net = nn.Linear(WIDTH, WIDTH)
+        model = accelerator.prepare(net)
+        with Limited(60 << 20) if accelerator.process_index == rank else nullcontext():
+            wide = model(torch.ones(size, WIDTH)).mean() * torch.ones(size, 8 * MEGABYTES)
+            accelerator.backward(wide.mean())
+        return size
+
+    return sizes, inner()
+
+
+def really_in_parts(rank: int) -> tuple[int | None, float]:
+    """The same in micro-batches."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.free_memory()
+    accelerator.gradient_accumulation_steps = 1
+    accelerator.microbatch_size = None
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+
+    def compute_loss(part: Tensor) -> Tensor:
+        return (model(part) * torch.ones(len(part), 8 * MEGABYTES)).mean()
+
+    with Limited(60 << 20) if accelerator.process_index == rank else nullcontext():
+        accelerator.auto_microbatch(torch.arange(16.0).view(16, 1), compute_loss)
+    return accelerator.microbatch_size, float(next(model.parameters()).grad)
