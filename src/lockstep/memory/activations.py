@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lockstep.errors import UsageError
 from lockstep.memory.ledger import TEMPORARY, Ledger
 from lockstep.memory.optimizers import Cost, cost, maker
-from lockstep.memory.stand_ins import no_data, stand_ins
+from lockstep.memory.stand_ins import copies, no_data, stand_ins
 
 Loss = Callable[[Any, Any], Tensor]
 """From the model and a batch to the loss."""
@@ -69,13 +69,13 @@ def estimate_memory(
     the buckets of DDP, as large as the gradients.
     """
     if isinstance(model, DistributedDataParallel):
-        model = model.module  # its backward would wait for the other ranks
+        model = model.module  # its forward would prepare for a backward together with the other ranks
     make = maker(optimizer, next((parameter.device.type for parameter in model.parameters()), "cpu"))
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         with no_data(), stand_ins(model):
             return measure(model, _on_cpu(batch), make=make, loss=loss)
-    with _left_as_it_was(model):
-        return measure(model, batch, make=make, loss=loss)
+    with torch.random.fork_rng(_indices(tensor.device for tensor in model.parameters())), copies(model):
+        return measure(model, tree_map_only(Tensor, _same, batch), make=make, loss=loss)
 
 
 def measure(
@@ -86,20 +86,18 @@ def measure(
     loss: Loss | None = None,
     autocast: torch.dtype | None = None,
 ) -> MemoryEstimate:
-    """Run forward and backward under a ledger, and add what the optimizer takes."""
+    """Run forward and backward under a ledger, and add what the optimizer takes; the tensors are used up by it."""
     ledger = Ledger()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UsageError(f"No parameter of {type(model).__name__} requires a gradient: there is nothing to train.")
     spent = cost(parameters, make)
-    with ExitStack() as stack:
-        _enter_fixed(ledger, model, batch)
-        for parameter in parameters:
-            hook = parameter.register_post_accumulate_grad_hook(lambda held: _claim_gradient(ledger, held))
-            stack.callback(hook.remove)
-        stack.enter_context(ledger)
+    _enter_fixed(ledger, model, batch)
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda held: _claim_gradient(ledger, held))
+    with ledger:
         ledger.phase = "forward"
-        with ledger.saving(), _autocast(next(iter(parameters)).device, autocast):
+        with ledger.saving(), _autocast(parameters[0].device, autocast):
             value = (loss or default_loss)(model, batch)
         _check_loss(value)
         ledger.phase = "backward"
@@ -159,8 +157,9 @@ def _claim_gradient(ledger: Ledger, parameter: Tensor) -> None:
         ledger.claim(parameter.grad, "gradients")
 
 
-def _autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    # Not autocast that is switched off: the caller may have it on.
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def _check_loss(value: Any) -> None:
@@ -188,31 +187,17 @@ def _sum_up(ledger: Ledger, spent: Cost) -> MemoryEstimate:
     )
 
 
-# --- leaving no trace ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put gradients, buffers and the random state back."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = _indices(parameter.device for parameter, _ in gradients)
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+# --- around a measurement ---------------------------------------------------------------------------------------------
 
 
 def _indices(devices: Iterable[torch.device]) -> list[int]:
     """The CUDA devices among these; the CPU's random state is always kept."""
     return sorted({device.index for device in devices if device.type == "cuda"})
+
+
+def _same(tensor: Tensor) -> Tensor:
+    """The same data; a gradient that comes out is not left on the caller's tensor."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _on_cpu(batch: Any) -> Any:

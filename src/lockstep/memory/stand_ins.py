@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,32 +38,47 @@ def no_data() -> Iterator[None]:
 @contextmanager
 def stand_ins(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Inside `no_data`: give the model tensors without data, in another type if one is given; then its own back."""
+
+    def bare(tensor: Tensor) -> Tensor:
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        made = torch.empty_like(tensor, dtype=kind, device="cpu", requires_grad=False)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    with _replaced(model, bare):
+        yield
+
+
+@contextmanager
+def copies(model: nn.Module) -> Iterator[None]:
+    """Give the model parameters with the same data and buffers with a copy of theirs; then its own back.
+
+    What is hooked to its own parameters is not run meanwhile, such as DDP's collectives, and their gradients are not
+    touched.
+    """
+
+    def fresh(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(tensor.detach(), tensor.requires_grad)
+        return tensor.detach().clone()
+
+    with _replaced(model, fresh):
+        yield
+
+
+@contextmanager
+def _replaced(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """One new tensor for each, so that weights which are tied stay tied."""
     made: dict[int, Tensor] = {}
-
-    def replace(tensor: Tensor) -> Tensor:
-        # One stand-in for each tensor: weights that are tied stay tied.
-        if id(tensor) not in made:
-            kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            bare = torch.empty_like(tensor, dtype=kind, device="cpu", requires_grad=False)
-            if isinstance(tensor, nn.Parameter):
-                bare = nn.Parameter(bare, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = bare
-        return made[id(tensor)]
-
-    undo: list[Callable[[], Any]] = []
+    before: list[tuple[nn.Module, str, Tensor]] = []
     try:
-        for module in model.modules():
-            places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
-            for place in places:
-                for name, tensor in list(place.items()):
-                    if isinstance(tensor, Tensor):
-                        undo.append(_putting_back(place, name, tensor))
-                        place[name] = replace(tensor)
+        for module in list(model.modules()):
+            for name, tensor in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
+                if isinstance(tensor, Tensor):
+                    before.append((module, name, tensor))
+                    if id(tensor) not in made:
+                        made[id(tensor)] = make(tensor)
+                    setattr(module, name, made[id(tensor)])  # not past the module: an LSTM keeps a list of its own
         yield
     finally:
-        for put_back in undo:
-            put_back()
-
-
-def _putting_back(place: dict[str, Any], name: str, tensor: Tensor) -> Callable[[], None]:
-    return lambda: place.__setitem__(name, tensor)
+        for module, name, tensor in before:
+            setattr(module, name, tensor)

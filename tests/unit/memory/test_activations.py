@@ -67,6 +67,8 @@ def test_nothing_is_changed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
     first, *others = model.parameters()
     first.grad = torch.ones_like(first)
+    ran: list[Tensor] = []
+    first.register_post_accumulate_grad_hook(ran.append)  # such as one that steps an optimizer
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random = torch.get_rng_state()
     one, two = (estimate_memory(model, torch.randn(8, 4, generator=torch.Generator())) for _ in range(2))
@@ -76,7 +78,8 @@ def test_nothing_is_changed() -> None:
     assert all(parameter.grad is None for parameter in others)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert ran == []
+    assert all(now is then for now, then in zip(model.parameters(), (first, *others), strict=True))
 
 
 def test_nothing_is_changed_by_a_model_that_fails() -> None:
@@ -136,6 +139,14 @@ def test_checkpointing_keeps_less() -> None:
         model, batch, loss=lambda model, batch: checkpoint_sequential(model, 4, batch, use_reentrant=False).sum()
     )
     assert redone.peak < kept.peak
+    assert batch.grad is None
+
+
+def test_under_the_callers_autocast() -> None:
+    model, batch = chain(), torch.randn(4096, 64)
+    full = estimate_memory(model, batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert estimate_memory(model, batch).activations < 0.7 * full.activations
 
 
 def test_frozen_weights_cost_no_gradients() -> None:
