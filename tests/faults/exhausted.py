@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Accelerator, find_executable_batch_size, set_seed
+from lockstep import Accelerator, DistributedDataParallelKwargs, find_executable_batch_size, set_seed
 
 WIDTH = 16
 START = 8
@@ -295,3 +295,28 @@ def really_in_parts(rank: int) -> tuple[int | None, float]:
     with Limited(60 << 20) if accelerator.process_index == rank else nullcontext():
         accelerator.auto_microbatch(torch.arange(16.0).view(16, 1), compute_loss)
     return accelerator.microbatch_size, float(next(model.parameters()).grad)
+
+
+def with_unused_parameters(rounds: int) -> list[int]:
+    """Failures right after a backward in which DDP exchanges which parameters were used."""
+    options = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+    found = []
+    for culprit in range(rounds):
+
+        @find_executable_batch_size(starting_batch_size=4)
+        def inner(size: int, culprit: int = culprit) -> int:
+            accelerator.free_memory()
+            net = nn.Sequential(*(nn.Linear(96, 96) for _ in range(5)))
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            for step in range(3):
+                loss = model(torch.ones(size, 96)).mean()
+                if size > 2 and step == 1 and accelerator.process_index == culprit % accelerator.num_processes:
+                    raise MemoryError
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            return size
+
+        found.append(inner())
+    return found

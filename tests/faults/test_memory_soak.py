@@ -19,3 +19,9 @@ def test_every_place_again_and_again(world_size: int, rounds: int, accumulation:
         whole = pool.run(exhausted.search, None, accumulation=accumulation)[0]
         for _ in range(rounds):
             check_search(plans, pool.run(exhausted.search_everywhere, plans, accumulation), whole, accumulation)
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_where_ddp_exchanges_which_parameters_were_used(number: int) -> None:
+    with Ranks(3, timeout=60.0, env=blocked.QUICK_NAMES) as pool:
+        assert pool.run(exhausted.with_unused_parameters, 12) == [[2] * 12] * 3

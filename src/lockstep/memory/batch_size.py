@@ -210,6 +210,7 @@ class _Search:
                 # Before the group is formed again: that takes memory, and attaches what is still prepared to it.
                 if is_out_of_memory(error) or group.is_consequence(error):
                     self._let_go(error, mark)
+                    clear_device_cache(garbage_collection=True)
                 raise
 
         agreement = agree(group, step, watched=True)
@@ -243,7 +244,6 @@ class _Search:
         drop_tracebacks(error)
         if self._accelerator is not None:
             self._accelerator._forget_since(mark)
-        clear_device_cache(garbage_collection=True)
 
     def _raise_other(self, failures: Any, verdicts: list[bool], error: Exception | None) -> None:
         """Raise, on every rank, for a failure that less memory would not cure."""

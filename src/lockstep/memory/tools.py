@@ -53,7 +53,7 @@ class MemoryTools:
             batch: Tensors, or tuples, lists, mappings and dataclasses of them; split along the first dimension.
             compute_loss: Gets a part of the batch, runs the model, returns the mean loss over the part's samples. It is
                 called again for samples whose part did not fit, and does nothing with other ranks.
-            num_items: A function of a part that counts what the loss is a mean of, where that is not samples but tokens.
+            num_items: A function of a part that counts what the loss is a mean of, where that is not samples.
             split: A function of the batch and a slice of its rows, for batches of another form.
         """
         from lockstep.memory.microbatch import train_on  # loaded where it is used, as few scripts do

@@ -128,7 +128,12 @@ class DDP:
         if self._topology.device.type == "cpu" and (armed or self._group.armed or hook is not None):
             reference = weakref.ref(wrapped)  # torch would never let go of a model that its own hook holds
             average = _averaging(
-                self._group, hook, state, lambda: self._meet_once(reference()), delayed=self._options.static_graph
+                self._group,
+                hook,
+                state,
+                lambda: self._meet_once(reference()),
+                (lambda: self._meet_after_used_map(reference())) if self._options.find_unused_parameters else None,
+                delayed=self._options.static_graph,
             )
             wrapped.register_comm_hook(None, average)
         elif hook is not None:
@@ -171,6 +176,15 @@ class DDP:
                 self._meetings.pop(module).remove()
 
         self._meetings[wrapped] = wrapped.register_forward_pre_hook(meet)
+
+    def _meet_after_used_map(self, wrapped: DistributedDataParallel | None) -> None:
+        """Have all ranks meet after DDP has exchanged which parameters were used.
+
+        It waits for that in a call that cannot be left for certain. So no rank goes on, and can fail, before all have
+        come out of it; one that fails earlier leaves the others in an averaging, which can be left.
+        """
+        if wrapped is not None and not _in_join(wrapped):
+            self._group.barrier()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None] | None:
         """A region in which backward leaves the gradients on this rank; None where there is nothing to hold back."""
@@ -277,13 +291,22 @@ def _in_join(item: Any) -> bool:
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
-def _averaging(group: Group, hook: Hook | None, state: Any, at_first: Callable[[], None], *, delayed: bool) -> Hook:
+def _averaging(
+    group: Group,
+    hook: Hook | None,
+    state: Any,
+    at_first: Callable[[], None],
+    at_last: Callable[[], None] | None,
+    *,
+    delayed: bool,
+) -> Hook:
     """A hook whose all-reduces are waited for by us, so that a backward that waits for a failed rank can be left.
 
     DDP gets a future per bucket and waits for it at the end of backward. Just before that, in the same thread, the
     autograd engine calls ``finish``, which waits in a way that can be left, and completes the futures. Where
     it does not, ``finish`` follows the last bucket: a rank that has run out of batches calls the hook without a
-    backward, and with ``delayed``, a static graph, DDP does not return to the engine before it waits.
+    backward, and with ``delayed``, a static graph, DDP does not return to the engine before it waits. ``at_last`` is
+    called when DDP has done its own waiting.
     """
     share = 1.0 / group.world_size
     options = dist.AllreduceOptions()
@@ -325,6 +348,8 @@ def _averaging(group: Group, hook: Hook | None, state: Any, at_first: Callable[[
             promise.set_result(work.value() if buffer is None else buffer)
         under_way.clear()
         promised.clear()
+        if at_end and at_last is not None:
+            queue_callback(at_last)  # behind DDP's own, which stands in the queue by now
 
     def clear() -> None:
         if promised:

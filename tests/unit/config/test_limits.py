@@ -40,3 +40,37 @@ def test_no_tree_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(limits, "OWN", tmp_path / "missing")
     assert limits.cores() is None
     assert limits.memory() is None
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"a/memory.max": "1000", "a/memory.current": "400", "a/memory.stat": "anon 5\ninactive_file 100"}, 700),
+        ({"a/memory.max": "max", "a/memory.current": "400", "a/memory.stat": ""}, None),
+        (
+            {
+                "a/memory.max": "1000",
+                "a/memory.current": "400",
+                "a/memory.stat": "inactive_file 0",
+                "memory.max": "900",
+                "memory.current": "880",
+                "memory.stat": "inactive_file 10",
+            },
+            30,
+        ),
+        ({"a/memory.max": "10", "a/memory.current": "40", "a/memory.stat": ""}, 0),
+        ({}, None),
+    ],
+)
+def test_what_the_groups_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], free: int | None
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    groups = tmp_path / "proc"
+    groups.write_text("0::/a\n")
+    monkeypatch.setattr(limits, "TREE", tmp_path / "cgroup")
+    monkeypatch.setattr(limits, "OWN", groups)
+    assert limits.free_memory() == free
