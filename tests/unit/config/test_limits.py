@@ -9,6 +9,18 @@ import pytest
 from lockstep.config import limits
 
 
+def make_tree(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], own: str) -> None:
+    """A tree of groups with these files, and a process in these groups of it."""
+    for name, text in files.items():
+        path = folder / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    groups = folder / "proc"
+    groups.write_text(own)
+    monkeypatch.setattr(limits, "TREE", folder / "cgroup")
+    monkeypatch.setattr(limits, "OWN", groups)
+
+
 @pytest.mark.parametrize(
     ("files", "cores", "memory"),
     [
@@ -24,14 +36,7 @@ from lockstep.config import limits
 def test_limits_of_control_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: float | None, memory: int | None
 ) -> None:
-    for name, text in files.items():
-        path = tmp_path / "cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    groups = tmp_path / "proc"
-    groups.write_text("4:memory:/b\n2:cpuacct:/\n1:cpu:/\n0::/a\n")
-    monkeypatch.setattr(limits, "TREE", tmp_path / "cgroup")
-    monkeypatch.setattr(limits, "OWN", groups)
+    make_tree(tmp_path, monkeypatch, files, "4:memory:/b\n2:cpuacct:/\n1:cpu:/\n0::/a\n")
     assert limits.cores() == cores
     assert limits.memory() == memory
 
@@ -65,12 +70,5 @@ def test_no_tree_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_the_groups_have_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], free: int | None
 ) -> None:
-    for name, text in files.items():
-        path = tmp_path / "cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    groups = tmp_path / "proc"
-    groups.write_text("0::/a\n")
-    monkeypatch.setattr(limits, "TREE", tmp_path / "cgroup")
-    monkeypatch.setattr(limits, "OWN", groups)
+    make_tree(tmp_path, monkeypatch, files, "0::/a\n")
     assert limits.free_memory() == free
