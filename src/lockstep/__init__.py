@@ -35,12 +35,14 @@ if TYPE_CHECKING:
         LockstepError,
         NotYetError,
         NumericsError,
+        OutOfMemory,
         PeerFailure,
         RankFailed,
         TopologyError,
         UsageError,
     )
     from lockstep.launch.notebook import debug_launcher, notebook_launcher
+    from lockstep.memory.batch_size import find_executable_batch_size
     from lockstep.progress import tqdm
     from lockstep.state import AcceleratorState, GradientState, PartialState
 
@@ -71,12 +73,14 @@ _PLACES = {
         "LockstepError",
         "NotYetError",
         "NumericsError",
+        "OutOfMemory",
         "PeerFailure",
         "RankFailed",
         "TopologyError",
         "UsageError",
     ),
     "lockstep.launch.notebook": ("debug_launcher", "notebook_launcher"),
+    "lockstep.memory.batch_size": ("find_executable_batch_size",),
     "lockstep.progress": ("tqdm",),
     "lockstep.state": ("AcceleratorState", "GradientState", "PartialState"),
 }
@@ -101,6 +105,7 @@ __all__ = [
     "LockstepError",
     "NotYetError",
     "NumericsError",
+    "OutOfMemory",
     "PartialState",
     "PeerFailure",
     "ProfileKwargs",
@@ -111,6 +116,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "debug_launcher",
+    "find_executable_batch_size",
     "load_checkpoint_in_model",
     "notebook_launcher",
     "set_seed",

@@ -39,6 +39,8 @@ from lockstep.data.options import DataOptions
 from lockstep.data.prepare import prepare_loader, skip_first_batches
 from lockstep.data.round import Round, name_samples
 from lockstep.errors import UsageError
+from lockstep.memory.tools import MemoryTools
+from lockstep.memory.words import advise
 from lockstep.numerics.policy import Surroundings
 from lockstep.numerics.watched import Watched
 from lockstep.optim import clip, horizon
@@ -47,6 +49,7 @@ from lockstep.optim.guard import refuse_strangers
 from lockstep.optim.optimizer import PreparedOptimizer
 from lockstep.optim.scheduler import PreparedScheduler
 from lockstep.precision import mixed
+from lockstep.rundir.words import ADVISERS
 from lockstep.state import AcceleratorState, GradientState, settle_precision
 from lockstep.strategies import unwrapping
 from lockstep.strategies.choose import choose
@@ -70,7 +73,7 @@ _LATER = (
 """Names of the known interface that this release does not have."""
 
 
-class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Watched):
+class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, MemoryTools, Watched):
     """Runs a training script on one device or many.
 
     Arguments are those of Accelerate, with these additions: ``step_with_optimizer`` is the guides' name for
@@ -171,6 +174,7 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Watch
         self._optimizers: list[PreparedOptimizer] = []
         self._schedulers: list[PreparedScheduler] = []
         self._dataloaders: list[PreparedDataLoader] = []
+        self._prepared = (self._models, self._optimizers, self._schedulers, self._dataloaders)
         self._updates = 0
         self._number = next(_numbers)
         self._record: Record | None = None
@@ -192,6 +196,8 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Watch
         self._group.on_reform(self._start_again)
         session.accelerator = self
         self._heed_signals(settings.save_on_signal)
+        if advise not in ADVISERS:
+            ADVISERS.append(advise)
         if settings.reproducible:
             from lockstep.logging import get_logger  # loaded where it is used: there is seldom anything to say
 
@@ -411,7 +417,7 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Watch
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of everything that was prepared, and of the device's cache; gives a None for each object."""
-        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
+        for kept in self._prepared:
             kept.clear()
         self._stop_watching()
         if self._scaler is not None:
@@ -437,6 +443,8 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Watch
         """After a new generation: attach the models to it, and give up the open window."""
         for model in self._models:
             self._strategy.reattach(model)
+        for model in self._given_up:
+            self._strategy.detach(model)
         self._accumulation.reset()
 
     # --- training ----------------------------------------------------------------------------------------------
@@ -522,8 +530,8 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Watch
         accumulation = self._accumulation
         if self._watch is not None and isinstance(loss, Tensor):
             loss = self._watch.loss(loss)
-        if num_items is None and self._settings.reproducible:
-            num_items = self._real_samples()
+        if num_items is None:
+            num_items = self._items_of_batch()
         if num_items is None:
             loss = accumulation.scaled(loss)
         else:
@@ -548,14 +556,24 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Watch
         if number > 0 and self._group.clock is not None:
             self._group.clock.backwards.append((began, monotonic()))
         if accumulation.sync_gradients:
-            self._updates += 1
-            box.step(self._updates)
-            if num_items is not None:
-                accumulation.settle_items(self._group, self._parameters())
-            elif not accumulation.settled:
-                accumulation.settle(self._parameters())
+            self._complete_update(num_items is not None)
         if self._watch is not None and self._watch.pending:
             self._watch.tell()
+
+    def _complete_update(self, weighted: bool) -> None:
+        """Called on: all ranks. After the backward that closes a window: bring its gradients to scale."""
+        self._updates += 1
+        self._group.box.step(self._updates)
+        if weighted:
+            self._accumulation.settle_items(self._group, self._parameters())
+        elif not self._accumulation.settled:
+            self._accumulation.settle(self._parameters())
+        if self._on_update is not None:
+            self._on_update()
+
+    def _items_of_batch(self) -> int | None:
+        """What a batch counts for where nobody says: its samples when results are to be reproducible, else nothing."""
+        return self._real_samples() if self._settings.reproducible else None
 
     def _round_number(self) -> int | None:
         """Which batch of the epoch this is: the same on all ranks, unless one of them has skipped an update."""

@@ -10,6 +10,7 @@
     ├── NumericsError (ValueError)            a number became NaN or infinite, or a trace is complete, and the run stops
     ├── CheckpointError (RuntimeError)        a checkpoint or model file cannot be written, read or used
     ├── TopologyError (RuntimeError)          the processes cannot be put together into one job
+    ├── OutOfMemory (RuntimeError)            even the smallest batch that was tried does not fit into memory
     ├── PeerFailure (RuntimeError)            this rank is fine; another one failed, or the line to it broke
     ├── RankFailed (RuntimeError)             a function that was started on several processes failed on one of them
     └── DistributedOperationException         ranks called one collective with arguments that do not fit together
@@ -68,6 +69,10 @@ class NumericsError(LockstepError, ValueError):
 
 class TopologyError(LockstepError, RuntimeError):
     """The processes of the job do not fit together."""
+
+
+class OutOfMemory(LockstepError, RuntimeError):
+    """Even the smallest batch that was tried does not fit into memory."""
 
 
 class PeerFailure(LockstepError, RuntimeError):

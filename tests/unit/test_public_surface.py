@@ -20,9 +20,9 @@ TOP = """
 Accelerator AcceleratorState AutocastKwargs CheckpointError ConfigError DDPCommunicationHookType DataError
 DataLoaderConfiguration
 DistributedDataParallelKwargs DistributedOperationException DistributedType GradScalerKwargs
-GradientAccumulationPlugin GradientState InitProcessGroupKwargs LockstepError NotYetError NumericsError PartialState
-PeerFailure ProfileKwargs ProjectConfiguration RankFailed TopologyError TorchDynamoPlugin UsageError __version__
-debug_launcher load_checkpoint_in_model notebook_launcher set_seed
+GradientAccumulationPlugin GradientState InitProcessGroupKwargs LockstepError NotYetError NumericsError OutOfMemory
+PartialState PeerFailure ProfileKwargs ProjectConfiguration RankFailed TopologyError TorchDynamoPlugin UsageError
+__version__ debug_launcher find_executable_batch_size load_checkpoint_in_model notebook_launcher set_seed
 skip_first_batches synchronize_rng_states tqdm
 """.split()  # noqa: SIM905
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "numerics": "keep the numbers of a run, compare two runs, look at them as a heat map",
     "checkpoint": "list, verify or prune checkpoints",
     "slurm": "write a batch file for SLURM",
+    "estimate": "say what memory a model takes, before it is run",
 }
 """Subcommand -> what it does; each is the module of its name, with ``add_arguments`` and ``run``."""
 

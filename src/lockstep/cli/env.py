@@ -229,7 +229,7 @@ def _engines() -> Iterator[tuple[str, Fact]]:
 def _machine() -> Iterator[tuple[str, Fact]]:
     import psutil
 
-    from lockstep.launch import limits
+    from lockstep.config import limits
 
     yield "kernel", Fact(value=f"{platform.system()} {platform.release()}")
     warning = _attempt(_kernel_warning)
@@ -252,7 +252,7 @@ def _kernel_warning() -> str | None:
 
 
 def _cores() -> Fact:
-    from lockstep.launch import limits
+    from lockstep.config import limits
 
     present = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else present

@@ -9,7 +9,7 @@ ranks may have left it at different lines.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -72,16 +72,22 @@ class _Recovered(PeerFailure):
         self.failures = failures
 
 
-def agree(group: Group, step: Callable[[], Value]) -> Agreement[Value]:
-    """Called on: all ranks. Run ``step`` on every rank; it counts as done only when it is done on all."""
+def agree(group: Group, step: Callable[[], Value], *, watched: bool = False) -> Agreement[Value]:
+    """Called on: all ranks. Run ``step`` on every rank; it counts as done only when it is done on all.
+
+    The guard stops no job whose ranks are in here. With ``watched`` it may until one has failed: for a step as long as
+    a training, in which ranks that wait for each other would else never be found.
+    """
     if group.world_size == 1:
         return _alone(group, step)
     group.arm()
-    group.box.recovering(True)
+    outside, group.sheltered = group.sheltered, group.sheltered or not watched
+    group.box.recovering(group.sheltered)
     try:
         return _together(group, step)
     finally:
-        group.box.recovering(group.scopes > 0)
+        group.sheltered = outside
+        group.box.recovering(outside)
 
 
 def _together(group: Group, step: Callable[[], Value]) -> Agreement[Value]:
@@ -105,6 +111,7 @@ def _together(group: Group, step: Callable[[], Value]) -> Agreement[Value]:
         raise
     finally:
         group.scopes -= 1
+    group.box.recovering(True)
     failure = None
     if not group.is_consequence(error):
         failure = _failure(group.rank, error)
@@ -150,8 +157,23 @@ def _line(error: BaseException) -> str:
 
 def clear_frames(error: BaseException | None) -> None:
     """Drop the local variables that an exception's tracebacks hold, so that memory can be freed."""
+    for part in _chain(error):
+        traceback.clear_frames(part.__traceback__)
+
+
+def drop_tracebacks(error: BaseException | None) -> None:
+    """The same, and the tracebacks too: a frame without variables still holds what its function closes over.
+
+    Torch calls a module's forward in such a function, so a traceback out of a forward holds the module.
+    """
+    clear_frames(error)
+    for part in _chain(error):
+        part.__traceback__ = None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
+        yield error
         error = error.__cause__ or error.__context__

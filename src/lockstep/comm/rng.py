@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -149,3 +150,31 @@ def _write(kind: RNGType, device: torch.device, generator: torch.Generator | Non
         generator.set_state(state)
     else:
         _device_module(device).set_rng_state(state, device)
+
+
+# --- going back ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class States:
+    """Where Python's, numpy's and torch's generators stood, that of the device included."""
+
+    python: Any
+    numpy: Any
+    host: Tensor
+    device: Tensor | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> States:
+        """Where they stand now."""
+        read = None if device.type == "cpu" else getattr(_device_module(device), "get_rng_state", None)
+        state = None if read is None else read(device)
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), state)
+
+    def restore(self, device: torch.device) -> None:
+        """Put them back there."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.host)
+        if self.device is not None:
+            _device_module(device).set_rng_state(self.device, device)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
+from lockstep.config import limits
 from lockstep.errors import ConfigError
-from lockstep.launch import limits
 
 _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "accel*", "davinci[0-9]*", "dxg")
 """Where Linux shows accelerators. Where none of these exists, asking torch would only take time."""

@@ -147,7 +147,7 @@ def _in_full(ended: Exit, words: LastWords | None, logs: Path, out_of_memory: bo
     if words is not None and words.kind == "SystemExit":
         return [f"{who}: it left with sys.exit({words.message}), at {words.line}."]
     if words is not None:
-        return [f"{who}, at {words.line}:", "", words.traceback.rstrip()]
+        return [f"{who}, at {words.line}:", "", words.traceback.rstrip(), *(["", words.advice] if words.advice else [])]
     lines = [f"{who}: {in_words(ended.code, out_of_memory)}."]
     tail = _tail(logs / f"rank_{ended.rank}.err")
     if tail:

@@ -39,6 +39,7 @@ class Accumulation:
     def __init__(self, plugin: GradientAccumulationPlugin) -> None:
         self.plugin = plugin
         self.num_steps = plugin.num_steps or 1
+        self._asked_steps = self.num_steps
         self.sync_with_dataloader = plugin.sync_with_dataloader
         self.sync_each_batch = plugin.sync_each_batch
         self.adjust_scheduler = plugin.adjust_scheduler
@@ -73,7 +74,12 @@ class Accumulation:
 
     def set_steps(self, steps: int) -> None:
         """Change the length of the windows to come."""
-        self.num_steps = check_steps(steps, "gradient_accumulation_steps")
+        self._asked_steps = check_steps(steps, "gradient_accumulation_steps")
+        self.stretch(1)
+
+    def stretch(self, factor: int) -> None:
+        """Make windows so many times as long as was asked for: for batches that are so many times smaller."""
+        self.num_steps = self._asked_steps * factor
         if self._filled == 0 or not self.exact_tail:
             self.divisor = self.num_steps  # an open window keeps its own, and is settled when it closes
 

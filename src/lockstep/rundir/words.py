@@ -9,9 +9,9 @@ import re
 import signal
 import time as clock
 import traceback as tracebacks
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,6 +38,9 @@ _LOST_PEER = re.compile(
     r"gloo|nccl|connection (was likely )?closed|connection (was )?reset|broken pipe", flags=re.IGNORECASE
 )
 _LEAVING = ("SystemExit", "KeyboardInterrupt")
+
+ADVISERS: list[Callable[[BaseException], str]] = []
+"""What the rooms of the running half have to say about an exception: each gives a text, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,9 @@ class LastWords:
     cause_rank: int | None
     """The rank that failed first, where this one was told."""
 
+    advice: str = ""
+    """What the running half has to say about it."""
+
 
 # ---------------------------------------------------------------- in the rank
 
@@ -100,7 +106,17 @@ def from_exception(
         line=_line(value, trace),
         follows=follows,
         cause_rank=cause,
+        advice=_cut(advice_on(value), MESSAGE_LIMIT),
     )
+
+
+def advice_on(value: BaseException | None) -> str:
+    """What those who know have to say about an exception. Never raises, as there is another error to tell."""
+    said = []
+    for adviser in ADVISERS:
+        with suppress(Exception):
+            said.append("" if value is None else adviser(value))
+    return "\n".join(text for text in said if text)
 
 
 def of_this_process(kind: type[BaseException], value: BaseException | None, trace: TracebackType | None) -> LastWords:
@@ -269,7 +285,8 @@ def _parse(path: Path) -> LastWords:
         data = json.loads(file.read(_FILE_LIMIT))
     if not isinstance(data, dict):
         raise ValueError("not a table")
-    return LastWords(**{field.name: _checked(field.name, field.type, data) for field in fields(LastWords)})
+    known = [field for field in fields(LastWords) if field.name in data or field.default is MISSING]
+    return LastWords(**{field.name: _checked(field.name, field.type, data) for field in known})
 
 
 def _checked(name: str, kind: Any, data: dict[str, Any]) -> Any:

@@ -45,8 +45,17 @@ class Strategy(Protocol):
     def enter_backward(self, batch: int | None) -> int:
         """Note that a backward of this batch begins, if it averages gradients; what to leave it by."""
 
+    def start_parts(self, models: Sequence[nn.Module]) -> None:
+        """Called on: all ranks. Before backwards that do not average: what a forward would do with other ranks."""
+
+    def average(self, models: Sequence[nn.Module]) -> None:
+        """Called on: all ranks. Average the gradients that such backwards have left."""
+
     def reattach(self, model: nn.Module) -> None:
         """Point the model at the group's new generation."""
+
+    def detach(self, model: nn.Module) -> None:
+        """Have a model that is trained no more let go of the group's old generation."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,6 +24,7 @@ from lockstep.config.choices import DDPCommunicationHookType
 from lockstep.config.handlers import DistributedDataParallelKwargs
 from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.optim.accumulation import Accumulation
+from lockstep.strategies.averaging import average_gradients
 from lockstep.strategies.joining import Stateful, check_joinables, joined
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
@@ -54,6 +55,7 @@ class DDP:
         self._meetings: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
         self._expected = False
         group.on_arm(self._arm)
+        group.on_reform(self._expect_nothing)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Called on: all ranks. The model, with rank 0's weights, averaging its gradients over all ranks."""
@@ -92,6 +94,10 @@ class DDP:
         if torch.is_grad_enabled() and wrapped.require_backward_grad_sync:
             self._expected = True
 
+    def _expect_nothing(self) -> None:
+        """A new generation: the backward of a forward that was broken off will not come."""
+        self._expected = False
+
     def enter_backward(self, batch: int | None) -> int:
         """Note that a backward begins, if it averages gradients; the batch it is of must be the same on all ranks."""
         if not self._expected:
@@ -122,7 +128,12 @@ class DDP:
         if self._topology.device.type == "cpu" and (armed or self._group.armed or hook is not None):
             reference = weakref.ref(wrapped)  # torch would never let go of a model that its own hook holds
             average = _averaging(
-                self._group, hook, state, lambda: self._meet_once(reference()), delayed=self._options.static_graph
+                self._group,
+                hook,
+                state,
+                lambda: self._meet_once(reference()),
+                (lambda: self._meet_after_used_map(reference())) if self._options.find_unused_parameters else None,
+                delayed=self._options.static_graph,
             )
             wrapped.register_comm_hook(None, average)
         elif hook is not None:
@@ -165,6 +176,15 @@ class DDP:
                 self._meetings.pop(module).remove()
 
         self._meetings[wrapped] = wrapped.register_forward_pre_hook(meet)
+
+    def _meet_after_used_map(self, wrapped: DistributedDataParallel | None) -> None:
+        """Have all ranks meet after DDP has exchanged which parameters were used.
+
+        It waits for that in a call that cannot be left for certain. So no rank goes on, and can fail, before all have
+        come out of it; one that fails earlier leaves the others in an averaging, which can be left.
+        """
+        if wrapped is not None and not _in_join(wrapped):
+            self._group.barrier()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None] | None:
         """A region in which backward leaves the gradients on this rank; None where there is nothing to hold back."""
@@ -209,6 +229,35 @@ class DDP:
         finally:
             self._group.box.leave(number)
 
+    def start_parts(self, models: Sequence[nn.Module]) -> None:
+        """Called on: all ranks. Refuse what cannot be computed apart; share buffers, as a forward would."""
+        for wrapped in models:
+            if not isinstance(wrapped, DistributedDataParallel):
+                continue
+            if self._options.comm_hook is not DDPCommunicationHookType.NO:
+                raise UsageError(
+                    f"auto_microbatch averages gradients as they are, and comm_hook={self._options.comm_hook} asks for "
+                    "compressed ones. Leave the hook out, or use find_executable_batch_size."
+                )
+            if _in_join(wrapped):
+                raise UsageError("auto_microbatch does not go with join_uneven_inputs: use even_batches=True.")
+            if any(isinstance(module, nn.SyncBatchNorm) for module in wrapped.modules()):
+                raise UsageError(
+                    "auto_microbatch computes each part alone, and SyncBatchNorm needs all ranks in every part. Use a "
+                    "norm over each sample (LayerNorm, GroupNorm), or find_executable_batch_size."
+                )
+            if self._topology.device.type != "cpu":
+                if wrapped._check_sync_bufs_pre_fwd():
+                    wrapped._sync_buffers()
+            elif self._options.broadcast_buffers and next(wrapped.module.buffers(), None) is not None:
+                self._share_buffers(wrapped, None)
+
+    def average(self, models: Sequence[nn.Module]) -> None:
+        """Called on: all ranks. Average the gradients that backwards under ``no_sync`` have left."""
+        wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
+        trained = (parameter for model in wrapped for parameter in model.parameters() if parameter.requires_grad)
+        average_gradients(self._group, list({id(parameter): parameter for parameter in trained}.values()))
+
     def reattach(self, model: nn.Module) -> None:
         """Point the model at the group's new generation.
 
@@ -226,6 +275,11 @@ class DDP:
         model.__setstate__(model.__getstate__())  # as unpickling does: makes the reducer, with its first buckets
         self._hook(model)
 
+    def detach(self, model: nn.Module) -> None:
+        """Have a model that is trained no more let go of the group's old generation, as ``reattach`` does."""
+        if isinstance(model, DistributedDataParallel):
+            model._update_process_group(self._group.pg)
+
 
 def _in_join(item: Any) -> bool:
     """Whether some ranks may have run out of batches, and take part only in what torch's ``Join`` answers for them."""
@@ -237,13 +291,22 @@ def _in_join(item: Any) -> bool:
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
-def _averaging(group: Group, hook: Hook | None, state: Any, at_first: Callable[[], None], *, delayed: bool) -> Hook:
+def _averaging(
+    group: Group,
+    hook: Hook | None,
+    state: Any,
+    at_first: Callable[[], None],
+    at_last: Callable[[], None] | None,
+    *,
+    delayed: bool,
+) -> Hook:
     """A hook whose all-reduces are waited for by us, so that a backward that waits for a failed rank can be left.
 
     DDP gets a future per bucket and waits for it at the end of backward. Just before that, in the same thread, the
     autograd engine calls ``finish``, which waits in a way that can be left, and completes the futures. Where
     it does not, ``finish`` follows the last bucket: a rank that has run out of batches calls the hook without a
-    backward, and with ``delayed``, a static graph, DDP does not return to the engine before it waits.
+    backward, and with ``delayed``, a static graph, DDP does not return to the engine before it waits. ``at_last`` is
+    called when DDP has done its own waiting.
     """
     share = 1.0 / group.world_size
     options = dist.AllreduceOptions()
@@ -285,6 +348,8 @@ def _averaging(group: Group, hook: Hook | None, state: Any, at_first: Callable[[
             promise.set_result(work.value() if buffer is None else buffer)
         under_way.clear()
         promised.clear()
+        if at_end and at_last is not None:
+            queue_callback(at_last)  # behind DDP's own, which stands in the queue by now
 
     def clear() -> None:
         if promised:

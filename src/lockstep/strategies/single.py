@@ -35,5 +35,14 @@ class Single:
         """Nothing to wait for."""
         return -1
 
+    def start_parts(self, models: Any) -> None:
+        """Nothing to do with others."""
+
+    def average(self, models: Any) -> None:
+        """They are what they are."""
+
     def reattach(self, model: nn.Module) -> None:
         """Nothing to attach."""
+
+    def detach(self, model: nn.Module) -> None:
+        """Nothing to let go of."""

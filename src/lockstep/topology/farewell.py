@@ -57,3 +57,6 @@ class Farewell:
                     details = "".join(traceback.format_exception(kind, value, trace))
                     self._group.end(self.words, leaving=True, details=details)
         self._before(kind, value, trace)
+        advice = words.advice_on(value)
+        if advice:
+            print(f"\n{advice}", file=sys.stderr)

@@ -67,6 +67,8 @@ class Group:
         self.tick = 0
         self.scopes = 0
         """Scopes of ``comm.agree`` that are open: inside one, a failure here is survived."""
+        self.sheltered = False
+        """Whether one of them keeps the guard from stopping the job."""
         self.armed = False
         """Whether a scope of ``comm.agree`` was ever opened, so that a rank must be able to leave whatever it is in."""
         self.box: NoBox = NoBox()

@@ -36,6 +36,9 @@ from lockstep.config.handlers import (
 )
 from lockstep.errors import DistributedOperationException
 from lockstep.launch.basic_config import write_basic_config
+from lockstep.memory.activations import estimate_memory
+from lockstep.memory.batch_size import find_executable_batch_size
+from lockstep.memory.freeing import clear_device_cache, get_max_memory, release_memory
 from lockstep.precision.mixed import convert_outputs_to_fp32, convert_to_fp32
 from lockstep.progress import tqdm
 from lockstep.strategies.unwrapping import extract_model_from_parallel
@@ -60,19 +63,24 @@ __all__ = [
     "broadcast",
     "broadcast_object_list",
     "clean_state_dict_for_safetensors",
+    "clear_device_cache",
     "concatenate",
     "convert_file_size_to_int",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
+    "estimate_memory",
     "extract_model_from_parallel",
     "find_batch_size",
+    "find_executable_batch_size",
     "gather",
     "gather_object",
+    "get_max_memory",
     "id_tensor_storage",
     "load_checkpoint_in_model",
     "pad_across_processes",
     "recursively_apply",
     "reduce",
+    "release_memory",
     "save",
     "send_to_device",
     "set_seed",

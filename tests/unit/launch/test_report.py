@@ -105,6 +105,11 @@ def test_the_first_failure_is_last_and_in_full(tmp_path: Path) -> None:
     assert "error_file" not in text
 
 
+def test_advice_comes_last(tmp_path: Path) -> None:
+    text, _ = tell([ended(0, 1)], [words(0, advice="Out of memory on rank 0.\nHalve the batch.")], logs=tmp_path)
+    assert text.endswith("ValueError: bad value 0\n\nOut of memory on rank 0.\nHalve the batch.")
+
+
 def test_a_follower_that_was_told_whom_it_follows(tmp_path: Path) -> None:
     said = [words(0, follows=True, cause_rank=1, kind="PeerFailure"), words(1)]
     text, _ = tell([ended(0, 1), ended(1, 1)], said, logs=tmp_path)

@@ -20,6 +20,21 @@ def memory() -> int | None:
     return min((int(text) for text in texts if text.isdigit()), default=None)
 
 
+def free_memory() -> int | None:
+    """The least memory, in bytes, that a group above this process still has to give.
+
+    What a group only caches files in counts as free: the kernel drops that before it refuses anything.
+    """
+    free = []
+    for limit, use in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        counted = zip(*(_files("memory", name) for name in (limit, use, "memory.stat")), strict=False)
+        for allowed, used, stat in counted:
+            if allowed.isdigit() and used.isdigit():
+                cached = sum(int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file "))
+                free.append(max(0, int(allowed) - int(used) + cached))
+    return min(free, default=None)
+
+
 def cores() -> float | None:
     """The least CPU time, in cores, that a group above this process allows."""
     limits = []

@@ -1,0 +1,237 @@
+"""One rank runs out of memory: all try again together, with the same smaller batch, to the same result."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import Accelerator, find_executable_batch_size
+from lockstep.testing import Ranks
+from tests.faults import blocked, exhausted
+from tests.faults.exhausted import Plan, furthest
+from tests.faults.test_guard import STOPPED, run
+
+SCRIPT = Path(__file__).parent / "short_of_memory.py"
+CLOSE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    with Ranks(2, timeout=90.0, env=blocked.QUICK_NAMES) as made:
+        yield made
+
+
+def check_search(
+    plans: list[Plan], results: list[list[exhausted.Seen]], whole: exhausted.Seen, accumulation: int
+) -> None:
+    for rank, seen_by_plan in enumerate(results):
+        for plan, seen in zip(plans, seen_by_plan, strict=True):
+            told = f"{plan}, seen by rank {rank}"
+            assert seen.error == "", told
+            sizes = [exhausted.START, exhausted.START // 2]
+            # A rank that is late may hear of the failure before it has begun.
+            assert seen.sizes == sizes or (seen.sizes == sizes[1:] and rank != plan.rank), told
+            assert seen.steps == 2 * accumulation, told
+            assert set(seen.alive) == {0}, f"{told}: what the failed attempt held is still there"
+            assert seen.same_accelerator, told
+            assert furthest(seen.weights, whole.weights) < CLOSE, told
+
+
+# --- the search --------------------------------------------------------------------------------------------------
+
+
+def test_every_rank_phase_and_micro_step_leads_to_the_same_parameters(pool: Ranks) -> None:
+    accumulation = 2
+    plans = exhausted.every_place(2)
+    (whole, _) = pool.run(exhausted.search, None, accumulation=accumulation)
+    assert whole.sizes == [exhausted.START]
+    check_search(plans, pool.run(exhausted.search_everywhere, plans, accumulation), whole, accumulation)
+
+
+def test_a_reproducible_run_stays_so_when_batches_do_not_come_out_even(pool: Ranks) -> None:
+    options = {"samples": 60, "reproducible": True}
+    (whole, _) = pool.run(exhausted.search, None, **options)
+    for seen in pool.run(exhausted.search, Plan(1, "backward", 1, fits=2), **options):
+        assert (seen.error, seen.sizes, seen.steps) == ("", [8, 4, 2], 4)
+        assert furthest(seen.weights, whole.weights) < CLOSE
+
+
+def test_a_real_lack_of_memory_on_one_rank(pool: Ranks) -> None:
+    for sizes, found in pool.run(exhausted.really, 1):
+        assert sizes[0] == 16
+        assert found == sizes[-1] < 16
+        assert sizes == [16 >> number for number in range(len(sizes))]
+
+
+def test_going_up_again(pool: Ranks) -> None:
+    plan = Plan(1, "backward", 1, fits=45)
+    for seen in pool.run(exhausted.search, plan, keep=False, start=64, samples=256, search="binary"):
+        assert seen.error == ""
+        assert seen.sizes[:2] == [64, 32]
+        assert 40 <= seen.sizes[-1] <= 45
+        assert len(seen.sizes) < 10
+        assert set(seen.alive) == {0}
+
+
+def test_going_up_again_with_the_effective_batch_kept(pool: Ranks) -> None:
+    (whole, _) = pool.run(exhausted.search, None, start=24, samples=96)
+    for seen in pool.run(exhausted.search, Plan(0, "forward", 1, fits=9), start=24, samples=96, search="binary"):
+        assert (seen.error, seen.sizes[-1], seen.steps) == ("", 8, 3)
+        assert furthest(seen.weights, whole.weights) < CLOSE
+
+
+def test_what_is_no_lack_of_memory_is_raised_on_all(pool: Ranks) -> None:
+    results = pool.run(exhausted.search, Plan(1, "forward", 1, error="the mask is broken"))
+    assert [seen.sizes for seen in results] == [[8], [8]]
+    assert results[1].error == "Faked: the mask is broken"
+    assert results[0].error.startswith("PeerFailure: The attempt failed on another rank (rank 1: Faked: the mask is")
+
+
+def test_nothing_fits(pool: Ranks) -> None:
+    for seen in pool.run(exhausted.search, Plan(0, "step", 0, fits=0)):
+        assert seen.sizes == [8, 4, 2, 1]
+        assert "OutOfMemory: No executable batch size found, reached zero. Tried: 8, 4, 2, 1." in seen.error
+        assert "rank 0 ran out of memory (tried to allocate 2.0 GiB)" in seen.error
+        assert "exhausted.py" in seen.error  # where
+
+
+def own_sizes() -> tuple[list[int], str]:
+    accelerator = Accelerator(cpu=True)
+    sizes, error = [], ""
+
+    @find_executable_batch_size(starting_batch_size=12, reduce_batch_size_fn=lambda: 7 - accelerator.process_index)
+    def inner(size: int) -> None:
+        sizes.append(size)
+        if size == 12:
+            raise MemoryError
+
+    inner()
+    different = find_executable_batch_size(lambda size: None, starting_batch_size=4 + accelerator.process_index)
+    try:
+        different()
+    except ValueError as caught:
+        error = str(caught)
+    return sizes, error
+
+
+def test_all_ranks_take_rank_0s_next_size_and_the_same_first_one(pool: Ranks) -> None:
+    for sizes, error in pool.run(own_sizes):
+        assert sizes == [12, 7]
+        assert error.startswith("starting_batch_size differs between ranks (rank 0: 4, rank 1: 5)")
+
+
+# --- micro-batches -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "options"), [(1, {}), (2, {}), (1, {"samples": 60}), (2, {"samples": 60, "reproducible": True})]
+)
+def test_a_batch_is_split_on_all_ranks(pool: Ranks, accumulation: int, options: dict[str, Any]) -> None:
+    plans = [Plan(rank, phase, at, 4) for rank in (0, 1) for phase in ("forward", "backward") for at in range(4)]
+    plans += [Plan(0, "backward", 1, 1), Plan(1, "forward", 2, 3)]
+    whole = pool.run(exhausted.train_in_parts, None, accumulation=accumulation, plain=True, **options)
+    results = pool.run(exhausted.split_everywhere, plans, accumulation, **options)
+    for rank, parts_by_plan in enumerate(results):
+        for plan, parts in zip(plans, parts_by_plan, strict=True):
+            told = f"{plan}, seen by rank {rank}"
+            assert furthest(parts.weights, whole[rank].weights) < CLOSE, told
+            assert parts.losses == pytest.approx(whole[rank].losses, abs=1e-5), told
+            assert parts.samples == whole[rank].samples, told
+            fails = whole[plan.rank].sizes[plan.at][0] > plan.fits  # the last batch may be small enough
+            limit = {4: 4, 3: 2, 1: 1}[plan.fits]
+            assert parts.limit == (limit if fails else None), told
+            assert max(parts.sizes[plan.at][-2:]) <= (limit if fails else exhausted.START), told
+            assert parts.sizes[: plan.at] == [[exhausted.START]] * plan.at, told
+
+
+def test_without_a_lack_of_memory_it_is_the_plain_training(pool: Ranks) -> None:
+    whole = pool.run(exhausted.train_in_parts, None, plain=True)
+    for rank, parts in enumerate(pool.run(exhausted.train_in_parts, None)):
+        assert furthest(parts.weights, whole[rank].weights) == 0
+        assert parts.limit is None
+
+
+def test_a_real_lack_of_memory_splits_the_batch(pool: Ranks) -> None:
+    for size, gradient in pool.run(exhausted.really_in_parts, 0):
+        assert size is not None
+        assert size < 16
+        assert gradient == pytest.approx(7.5)
+
+
+def refusals() -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    accelerator.free_memory()
+    told = []
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model = accelerator.prepare(net)
+    net.append(torch.nn.SyncBatchNorm(4))  # here, because torch prepares it for devices only
+    for attempt in (
+        lambda: accelerator.auto_microbatch(torch.ones(4, 4), lambda part: model(part).mean()),
+        lambda: accelerator.auto_microbatch({"name": "x"}, lambda part: part),
+    ):
+        try:
+            attempt()
+        except RuntimeError as error:
+            told.append(str(error))
+    accelerator.free_memory()
+    model = accelerator.prepare(torch.nn.Linear(4, 4))
+
+    def never(part: torch.Tensor) -> torch.Tensor:
+        if accelerator.process_index == 1:
+            raise MemoryError
+        return model(part).mean()
+
+    try:
+        accelerator.auto_microbatch(torch.ones(4, 4), never)
+    except RuntimeError as error:
+        told.append(str(error))
+    return told
+
+
+def test_what_cannot_be_split_is_refused_on_all(pool: Ranks) -> None:
+    for sync, nothing, never in pool.run(refusals):
+        assert "SyncBatchNorm needs all ranks" in sync
+        assert "no tensor of this batch" in nothing
+        assert "even parts of 1 sample do not fit: rank 1 ran out of memory" in never
+
+
+# --- the guard and the last words --------------------------------------------------------------------------------
+
+
+def test_the_guard_is_quiet_while_ranks_recover(tmp_path: Path) -> None:
+    result = run(tmp_path, "recovers", script=SCRIPT)
+    assert result.code == 0, result
+    assert result.text.count("found 4") == 2, result
+    assert "deadlock" not in result.text.lower(), result
+    assert "waits" not in result.text, result
+    assert "batch size 8 does not fit: rank 1 ran out of memory (tried to allocate 2.0 GiB); trying 4" in result.text
+
+
+def test_the_guard_still_stops_a_deadlock_in_an_attempt(tmp_path: Path) -> None:
+    result = run(tmp_path, "deadlock", script=SCRIPT)
+    assert result.code == STOPPED, result
+    assert "short_of_memory.py" in result.text
+    assert "while recovering" not in result.text
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is limited by what Linux says")
+def test_an_out_of_memory_that_nobody_catches_is_put_into_words(tmp_path: Path) -> None:
+    result = run(tmp_path, "uncaught", script=SCRIPT)
+    assert result.code == 1, result
+    last = result.text.partition("the job failed")[2]
+    assert "Rank 1 on " in last, result
+    words = last.partition("Out of memory on rank 1 (host): ")[2].splitlines()
+    assert words[0].startswith("tried to allocate 500.0 MiB; "), result
+    assert words[0].endswith(" are free now."), result
+    largest = [line.split(maxsplit=2)[2] for line in words[2:4]]
+    assert largest[0] == "wide (weights 1.0 MiB, optimizer 2.0 MiB)", result
+    assert largest[1].startswith("hidden [32, 4096] float32, in Net.forward (short_of_memory.py:"), result
+    remedies = [line for line in words if line.startswith(("  1. ", "  2. ", "  3. "))]
+    assert len(remedies) == 2, result
+    assert "batch_size=16, gradient_accumulation_steps=2" in remedies[0], result
+    assert 'mixed_precision="bf16"' in remedies[1], result
