@@ -54,6 +54,9 @@ class DDP:
         self._wrapped: WeakSet[DistributedDataParallel] = WeakSet()
         self._meetings: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
         self._expected = False
+        # DDP's exchange of used parameters may be pending in what a failed backward left: that then holds the group's
+        # last reference, and its end would wait for threads that wait for the GIL.
+        group.hoards = group.hoards or options.find_unused_parameters
         group.on_arm(self._arm)
         group.on_reform(self._expect_nothing)
 

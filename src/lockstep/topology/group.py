@@ -69,6 +69,8 @@ class Group:
         """Scopes of ``comm.agree`` that are open: inside one, a failure here is survived."""
         self.sheltered = False
         """Whether one of them keeps the guard from stopping the job."""
+        self.hoards = False
+        """Whether old process groups are kept to the end: a collective that we do not see may be under way in them."""
         self.armed = False
         """Whether a scope of ``comm.agree`` was ever opened, so that a rank must be able to leave whatever it is in."""
         self.box: NoBox = NoBox()
@@ -366,6 +368,8 @@ class Group:
         self._abandon_all()
         self._abandoned = [(pg, work) for pg, work in self._abandoned if not work.is_completed()]
         self.memo.clear()  # buffers there may still be written to by a collective of the old generation
+        if self.hoards and self._pg is not None:
+            _immortalise(self._pg)
         if dist.is_initialized():
             dist.destroy_process_group()
         self._pg = None
