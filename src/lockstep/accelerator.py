@@ -528,10 +528,11 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Memor
         number of real samples in the loader's batch, unless another is given.
         """
         accumulation = self._accumulation
-        if self._watch is not None and isinstance(loss, Tensor):
-            loss = self._watch.loss(loss)
         if num_items is None:
             num_items = self._items_of_batch()
+        # A mean over nothing is no number, and counts for nothing.
+        if self._watch is not None and isinstance(loss, Tensor) and (num_items is None or num_items):
+            loss = self._watch.loss(loss)
         if num_items is None:
             loss = accumulation.scaled(loss)
         else:

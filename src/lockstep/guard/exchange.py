@@ -144,8 +144,10 @@ class Exchange:
     def _serve(self) -> None:
         try:
             store, own = self._connect(), self._connect()
-            if store.check(["latest"]):  # taking over from a watcher that has died
+            if store.check(["latest"]):  # taking over from a watcher that has died, or late
                 self._round = int(store.get("latest")) + 1
+                while self._round > 1 and store.check([self._inbox(self.node, self._round - 1)]):
+                    self._round -= 1  # nobody has read it yet
             self._store = own
             while not self._ended.is_set():
                 key = self._inbox(self.node, self._round)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,8 @@ def test_a_job_is_started_and_its_logs_are_read(tmp_path: Path) -> None:
         "train.py",
         "said.txt",
     ]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    environ = {**os.environ, "LOCKSTEP_RUN_DIR": str(tmp_path / "run")}  # other jobs leave logs in a shared one
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, env=environ)
     assert ended.returncode == 7, ended.stderr  # as the job ended
     told = json.loads(ended.stdout)  # what the job prints does not get into it
     assert "the job prints INFO" in ended.stderr

@@ -129,6 +129,20 @@ def test_a_round_whose_opener_died_is_completed_by_another(machines: Machines, m
     assert {item.rank for item in asks(machines.ends[0], [box(0)])} == {0, 1, 2}
 
 
+def test_a_watcher_that_comes_late_hears_of_what_was_said_before() -> None:
+    machines = Machines(0)
+    store = machines.connect()
+    store.set("latest", "2")
+    store.multi_set(["inbox/0/1", "inbox/0/2"], [f'{{"from": 1, "id": "{n}", "text": "{n}"}}' for n in "ab"])
+    heard: list[str] = []
+    late = Exchange(machines.connect, node=0, nodes=2, boxes=list, hear=lambda said: heard.append(said["text"]))
+    until = time.monotonic() + 10
+    while time.monotonic() < until and len(heard) < 2:
+        time.sleep(0.01)
+    late.close()
+    assert heard == ["a", "b"]
+
+
 def test_nothing_is_sent_while_nobody_asks(machines: Machines) -> None:
     asks(machines.ends[0], [])
     time.sleep(0.3)

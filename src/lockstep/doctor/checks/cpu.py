@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
+from lockstep.config import limits
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.situation import Situation
-from lockstep.launch import limits
 from lockstep.launch.machine import usable_cores
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 
+from lockstep.config import limits
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.situation import Situation
-from lockstep.launch import limits
 
 SHARED = "/dev/shm"
 _ENOUGH = 1 << 30

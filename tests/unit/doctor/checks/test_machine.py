@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from lockstep.config import limits
 from lockstep.doctor import interfaces
 from lockstep.doctor.checks import cpu, devices, disk, kernel, memory, names, network, ports, ulimits
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.interfaces import Interface
 from lockstep.doctor.situation import Situation
-from lockstep.launch import limits
 
 LO = Interface(name="lo", up=True, addresses=("127.0.0.1",))
 ETH = Interface(name="eth0", up=True, addresses=("192.0.2.7",), speed=1000)
