@@ -541,6 +541,8 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Memor
             loss = self._scaler.scale(loss)
         box = self._group.box
         number = self._strategy.enter_backward(self._round_number())
+        if number < 0:
+            box.phase("backward, not averaging")
         began = monotonic()
         try:
             if num_items is not None and not num_items:
@@ -553,6 +555,8 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Memor
                 raise self._group.explain(error, "averaging gradients") from None
             raise
         finally:
+            if number < 0:
+                box.phase("")
             box.leave(number)
         if number > 0 and self._group.clock is not None:
             self._group.clock.backwards.append((began, monotonic()))

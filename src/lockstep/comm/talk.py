@@ -40,7 +40,12 @@ class Talk:
 
     def check_trigger(self) -> bool:
         """Called on: all ranks. Whether any rank has set the trigger since the last check."""
-        raised = bool(tensors.reduce(self._group, torch.tensor(int(self._trigger), device=self._group.device), "sum"))
+        box, mine = self._group.box, torch.tensor(int(self._trigger), device=self._group.device)
+        number = box.enter("check_trigger", None, 2)
+        try:
+            raised = bool(tensors.reduce(self._group, mine, "sum"))
+        finally:
+            box.leave(number)
         if raised:
             self._trigger = False
         return raised

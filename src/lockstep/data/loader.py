@@ -203,8 +203,10 @@ class PreparedDataLoader(DataLoader[Any]):
         move = self._mover
         # What rank 0 hands out is waited for by the others: that says nothing about who is slow.
         clock = None if self.dispatched else self._group.clock
+        box = self._group.box
         self.turn = 0
         asked = monotonic()
+        box.phase("data")
         try:
             for batch, round_, last in self._dispatched() if self.dispatched else self._ahead():
                 self.turn = (self.turn + 1) % _TURNS
@@ -218,8 +220,10 @@ class PreparedDataLoader(DataLoader[Any]):
                     self._be_ready()
                 if clock is not None:
                     clock.fetches.append((asked, monotonic()))
+                box.phase("")
                 yield batch if move is None else move.finish(batch)
                 asked = monotonic()
+                box.phase("data")
                 if self._left is not None:
                     self._left -= 1
                 if self.after_batch is not None:
@@ -232,6 +236,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 if self.even_batches:
                     self._finish_audit()
         finally:
+            box.phase("")
             self._close()
 
     def _be_ready(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from lockstep.blackbox.box import NoBox
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.data import cursor
 from lockstep.data.loader import PreparedDataLoader
@@ -19,7 +20,7 @@ from lockstep.data.tagged import Tagging
 from lockstep.errors import ConfigError, UsageError
 from lockstep.topology.group import Group
 
-_ALONE: Any = SimpleNamespace(rank=0, world_size=1, scopes=0, clock=None)
+_ALONE: Any = SimpleNamespace(rank=0, world_size=1, scopes=0, clock=None, box=NoBox())
 """The group of a loader that was never prepared."""
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from lockstep.blackbox.box import NoBox
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.data.loader import PreparedDataLoader
 from lockstep.data.prepare import prepare_loader
@@ -72,7 +73,7 @@ def make(kind: str, count: int, batch_size: int, *, seed: int = 0, drop_last: bo
 def prepare(
     loader: DataLoader[Any], rank: int, world_size: int, *, seeded: bool = False, sparing: bool = False, **options: Any
 ) -> PreparedDataLoader:
-    group: Any = SimpleNamespace(rank=rank, world_size=world_size, scopes=0, clock=None)
+    group: Any = SimpleNamespace(rank=rank, world_size=world_size, scopes=0, clock=None, box=NoBox())
     seed = {"use_seedable_sampler": True, "data_seed": 3} if seeded else {}
     options = {"dispatch_batches": False, **seed, **options}
     made = prepare_loader(loader, group, DataLoaderConfiguration(**options), sparing=sparing)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep import Accelerator, DataLoaderConfiguration
+from lockstep.blackbox.box import NoBox
 from lockstep.data.prepare import prepare_loader
 from lockstep.topology import current
 
@@ -109,7 +110,7 @@ def test_batches_are_on_the_device_one_ahead() -> None:
         started.append(items[0])
         return torch.tensor(items)
 
-    group = SimpleNamespace(rank=0, world_size=1, scopes=0, clock=None)
+    group = SimpleNamespace(rank=0, world_size=1, scopes=0, clock=None, box=NoBox())
     plain = DataLoader(range(6), batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
     loader = prepare_loader(plain, group, DataLoaderConfiguration(), device=torch.device("meta"))  # type: ignore[arg-type]
     seen = []
@@ -117,3 +118,23 @@ def test_batches_are_on_the_device_one_ahead() -> None:
         assert batch.device.type == "meta"
         seen.append((loader.sample_ids, list(started)))
     assert seen == [([0, 1], [0, 2]), ([2, 3], [0, 2, 4]), ([4, 5], [0, 2, 4])]
+
+
+def test_the_black_box_knows_when_data_is_fetched() -> None:
+    class Noting(NoBox):
+        __slots__ = ("seen",)
+
+        def phase(self, name: str, site: bool = False) -> None:
+            self.seen.append(name)
+
+    box = Noting()
+    box.seen = []
+    group: Any = SimpleNamespace(rank=0, world_size=1, scopes=0, clock=None, box=box)
+    loader = prepare_loader(DataLoader(range(4), batch_size=2), group, DataLoaderConfiguration())  # type: ignore[arg-type]
+    for _ in loader:
+        box.seen.append("script")
+    assert box.seen == ["data", "", "script", "data", "", "script", "data", ""]
+    box.seen.clear()
+    for _ in loader:
+        break
+    assert box.seen == ["data", "", ""]
