@@ -25,7 +25,8 @@ def saving(folder: str) -> tuple[list[str], dict[str, bytes], dict[str, bytes]]:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Tied())
     accelerator.save_model(model, folder, max_shard_size=400)
-    seen = sorted(os.listdir(folder))  # all have waited until it was complete
+    # All have waited until it was complete; the other rank may be further by now.
+    seen = sorted(name for name in os.listdir(folder) if name.startswith("model"))
     save(accelerator.process_index, f"{folder}/who.pt")
     accelerator.save(accelerator.process_index, f"{folder}/who_else.pt")
     fresh = accelerator.prepare(Tied())

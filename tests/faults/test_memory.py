@@ -14,9 +14,9 @@ from lockstep import Accelerator, find_executable_batch_size
 from lockstep.testing import Ranks
 from tests.faults import blocked, exhausted
 from tests.faults.exhausted import Plan, furthest
-from tests.faults.test_guard import STOPPED, run
+from tests.faults.jobs import Job, Result, run
+from tests.faults.test_guard import STOPPED
 
-SCRIPT = Path(__file__).parent / "short_of_memory.py"
 CLOSE = 1e-6
 
 
@@ -203,8 +203,12 @@ def test_what_cannot_be_split_is_refused_on_all(pool: Ranks) -> None:
 # --- the guard and the last words --------------------------------------------------------------------------------
 
 
+def short_of_memory(folder: Path, scenario: str) -> Result:
+    return run(folder, Job(scenario=scenario, script="short_of_memory.py"))
+
+
 def test_the_guard_is_quiet_while_ranks_recover(tmp_path: Path) -> None:
-    result = run(tmp_path, "recovers", script=SCRIPT)
+    result = short_of_memory(tmp_path, "recovers")
     assert result.code == 0, result
     assert result.text.count("found 4") == 2, result
     assert "deadlock" not in result.text.lower(), result
@@ -213,7 +217,7 @@ def test_the_guard_is_quiet_while_ranks_recover(tmp_path: Path) -> None:
 
 
 def test_the_guard_still_stops_a_deadlock_in_an_attempt(tmp_path: Path) -> None:
-    result = run(tmp_path, "deadlock", script=SCRIPT)
+    result = short_of_memory(tmp_path, "deadlock")
     assert result.code == STOPPED, result
     assert "short_of_memory.py" in result.text
     assert "while recovering" not in result.text
@@ -221,7 +225,7 @@ def test_the_guard_still_stops_a_deadlock_in_an_attempt(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is limited by what Linux says")
 def test_an_out_of_memory_that_nobody_catches_is_put_into_words(tmp_path: Path) -> None:
-    result = run(tmp_path, "uncaught", script=SCRIPT)
+    result = short_of_memory(tmp_path, "uncaught")
     assert result.code == 1, result
     last = result.text.partition("the job failed")[2]
     assert "Rank 1 on " in last, result

@@ -19,6 +19,7 @@ class MemoryTools:
     _strategy: Any
     _models: list[nn.Module]
     _prepared: tuple[list[Any], ...]
+    _watch_only: Callable[[list[nn.Module]], None]
     _accumulation: Any
     _scaler: Any
     _record: Any
@@ -76,6 +77,7 @@ class MemoryTools:
             dropped += [item for item in kept if id(item) not in known]
             kept[:] = [item for item in kept if id(item) in known]
         self._given_up = WeakSet(item for item in (*self._given_up, *dropped) if isinstance(item, nn.Module))
+        self._watch_only(self._prepared[0])
         if self._scaler is not None:
             self._scaler.forget()
         self._record = None  # what is prepared next may be set up differently

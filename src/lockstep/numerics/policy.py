@@ -61,7 +61,7 @@ class Watch:
         self._losses: deque[tuple[Tensor, Any, list[Forward]]] = deque(maxlen=_LOSSES)
         """Where reading a loss would make the device wait: those of this update, read if its gradient is bad."""
         self._models: list[nn.Module] = []
-        self._handles: list[Any] = []
+        self._handles: list[tuple[nn.Module, Any]] = []
         self._bad_loss: tuple[str, Any, list[Forward]] | None = None
         self._norm: tuple[Tensor, frozenset[int]] | None = None
         self.pending = 0
@@ -93,15 +93,23 @@ class Watch:
         self._models.append(inner)
         if not is_compiled(model):
             recall = Recall(self._recent, self._group.device)
-            self._handles.append(inner.register_forward_pre_hook(recall, with_kwargs=True))
+            self._handles.append((inner, inner.register_forward_pre_hook(recall, with_kwargs=True)))
 
     def close(self) -> None:
         """Forget the models."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._models.clear()
+        self.retain(())
+
+    def retain(self, models: Iterable[nn.Module]) -> None:
+        """Forget all other models than these, and what any of them was called with."""
+        kept = {id(innermost(model)) for model in models}
+        for inner, handle in self._handles:
+            if id(inner) not in kept:
+                handle.remove()
+        self._handles[:] = [pair for pair in self._handles if id(pair[0]) in kept]
+        self._models[:] = [model for model in self._models if id(model) in kept]
         self._recent.clear()
+        self._bad_loss = self._norm = None
+        self.pending = False
 
     def loss(self, loss: Tensor) -> Tensor:
         """Look at a loss; the loss for backward, which is NaN in every part if the update is not to be made."""

@@ -21,7 +21,7 @@ class Watched:
     """None when nobody looks."""
     _look: Callable[[nn.Module], Any] | None = None
     """Puts the detector on a model; None when nobody asked for it."""
-    _detectors: list[Any]
+    _detectors: list[tuple[nn.Module, Any]]
 
     def _start_watching(
         self,
@@ -60,12 +60,22 @@ class Watched:
 
     def _watch_model(self, model: nn.Module, *, trained: bool) -> None:
         if self._look is not None:
-            self._detectors.append(self._look(model))
+            self._detectors.append((model, self._look(model)))
         if self._watch is not None and trained:
             self._watch.follow(model)
 
+    def _watch_only(self, models: list[nn.Module]) -> None:
+        """Forget all other models: what an attempt that ran out of memory held is to be freed."""
+        if self._watch is not None:
+            self._watch.retain(models)
+        kept = [pair for pair in self._detectors if any(pair[0] is model for model in models)]
+        for pair in self._detectors:
+            if pair not in kept:
+                pair[1].remove()
+        self._detectors[:] = kept
+
     def _stop_watching(self) -> None:
-        for detector in self._detectors:
+        for _, detector in self._detectors:
             detector.remove()
         self._detectors.clear()
         if self._watch is not None:
