@@ -21,6 +21,8 @@ STEPS = 50
 """Steps that a verdict needs from each rank."""
 EXCESS = 0.2
 """By how much of the others' time a rank must be slower."""
+LEAST = 0.002
+"""Seconds by which it must be slower: of shorter steps the scheduler of a busy machine takes as much now and then."""
 _KEPT = 64
 _PHASES = ("data", "forward", "backward")
 _ADVICE = {
@@ -106,7 +108,7 @@ def find_slow(boxes: Sequence[Snapshot]) -> Slow | None:
     slowest = max(own, key=lambda rank: median(own[rank]))
     typical = median(own[slowest])
     others = median(median(times) for rank, times in own.items() if rank != slowest)
-    if typical <= (1 + EXCESS) * others:
+    if typical <= (1 + EXCESS) * others or typical - others < LEAST:
         return None
     quick = quantiles(own[slowest], n=4)[0]
     if any(quick <= quantiles(times, n=4)[2] for rank, times in own.items() if rank != slowest):

@@ -85,3 +85,5 @@ def test_no_verdict_from_too_little() -> None:
     assert find_slow([box(0, quick * STEPS, 3), box(1, late * STEPS, 3), box(2, [], 3)]) is None  # one is not known yet
     assert find_slow([box(0, quick * STEPS), box(1, late * STEPS, closed="finished")]) is None
     assert find_slow([box(0, quick * STEPS), box(1, [(0.0, 0.0, 0.011, 0.02)] * STEPS)]) is None  # a tenth more
+    tiny, more = [(0.0, 0.0, 0.0006, 0.002)] * STEPS, [(0.0, 0.0, 0.0009, 0.002)] * STEPS
+    assert find_slow([box(0, tiny), box(1, more)]) is None  # less than can be told from chance
