@@ -22,6 +22,7 @@ from weakref import WeakSet
 
 from lockstep.blackbox import layout, processes, sites
 from lockstep.blackbox.snapshot import Raw
+from lockstep.blackbox.texts import TextTable
 
 if TYPE_CHECKING:
     from lockstep.blackbox.peers import Peers
@@ -34,7 +35,6 @@ _MAX_PASSED = 4096
 _MAX_CALLS = 1024
 _DIGESTED = 200
 """Collectives in a digest: as many as are surely still in the ring."""
-_EMPTY = object()
 _frame_at = sys._getframe
 
 
@@ -93,45 +93,6 @@ class NoBox:
         """See ``Box``."""
 
 
-class _Texts:
-    """One table of texts in the file. A new text takes the place of the oldest: the table never fills up."""
-
-    __slots__ = ("_keys", "_next", "_table", "known")
-
-    def __init__(self, table: layout.Table) -> None:
-        self._table = table
-        self._keys: list[Any] = [_EMPTY] * table.slots
-        self._next = 0
-        self.known: dict[Any, tuple[int, int, object]] = {}
-        """Hash, place from 1, and what must live as long as the key does."""
-
-    @property
-    def full(self) -> bool:
-        """Whether the next text takes another one's place."""
-        return self._keys[self._next] is not _EMPTY
-
-    def add(self, buffer: Any, words: memoryview, key: Hashable, text: str, kept: object = None) -> tuple[int, int]:
-        """Write a text; what it is named by in records from now on."""
-        slot = self._next
-        self._next = (slot + 1) % self._table.slots
-        self.known.pop(self._keys[slot], None)
-        mark = layout.hash_text(text)
-        data = layout.fit(text, mark, self._table)
-        start = self._table.start + slot * self._table.size
-        first, last = start // layout.WORD, (start + self._table.size) // layout.WORD - 1
-        # Both ends are zero while the text changes, whichever end a reader begins at.
-        words[first] = 0
-        words[last] = 0
-        words[first + 1] = len(data)
-        text_start = start + 2 * layout.WORD
-        buffer[text_start : text_start + len(data)] = data
-        words[last] = mark
-        words[first] = mark
-        self._keys[slot] = key
-        self.known[key] = (mark, slot + 1, kept)
-        return mark, slot + 1
-
-
 class Box(NoBox):
     """Writes what one rank does. One thread enters and leaves; the rest of the calls may come from the reporter's."""
 
@@ -166,9 +127,9 @@ class Box(NoBox):
         self._peers: Peers | None = None
         self._refuse_with: Callable[[int, int], None] = lambda number, rank: None
         self._attach(buffer)
-        self._names = _Texts(layout.NAMES)
-        self._sites = _Texts(layout.SITES)
-        self._signatures = _Texts(layout.SIGNATURES)
+        self._names = TextTable(layout.NAMES)
+        self._sites = TextTable(layout.SITES)
+        self._signatures = TextTable(layout.SIGNATURES)
         for nothing in (None, "", ()):
             self._signatures.known[nothing] = (layout.ANY, layout.NOWHERE, None)
         self._passed: dict[int, CodeType] = {}
@@ -438,7 +399,7 @@ class Box(NoBox):
             return key, *known[:2]
         return key, *self._add(self._sites, key, sites.spell_site(frame), frame.f_code)
 
-    def _find(self, texts: _Texts, key: Hashable) -> tuple[int, int]:
+    def _find(self, texts: TextTable, key: Hashable) -> tuple[int, int]:
         """Hash and place of a name or a signature."""
         try:
             known = texts.known.get(key)
@@ -447,7 +408,7 @@ class Box(NoBox):
             known = texts.known.get(key)
         return known[:2] if known is not None else self._add(texts, key, layout.spell(key))
 
-    def _add(self, texts: _Texts, key: Hashable, text: str, kept: object = None) -> tuple[int, int]:
+    def _add(self, texts: TextTable, key: Hashable, text: str, kept: object = None) -> tuple[int, int]:
         if texts.full:
             # Another text loses its place now: nothing may name it by that any more.
             self._calls.clear()
