@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -96,8 +97,15 @@ class Watcher:
             self._elsewhere.close(self._merged())
 
     def _run(self) -> None:
+        stumbled = False
         while not self._ending.wait(INTERVAL):
-            found = self.look()
+            try:
+                found = self.look()
+            except Exception:  # without this thread nobody would find out why the job stands still
+                if not stumbled:
+                    stumbled = True
+                    self._tell(f"the guard stumbled, and goes on:\n{traceback.format_exc()}")
+                continue
             if found is not None and found.diagnosis.certain:
                 if self._elsewhere is not None:
                     self._elsewhere.publish(found.to_dict())
