@@ -537,3 +537,21 @@ def weights_of_rank_0() -> list[float]:
 def test_every_rank_starts_with_the_weights_of_rank_0(pools: dict[int, Ranks]) -> None:
     first, *others = pools[3].run(weights_of_rank_0)
     assert others == [first, first]
+
+
+def many_shapes() -> list[tuple[int, float]]:
+    group = join(debug=True)
+    wrong = []
+    for turn in range(2):
+        for size in range(1, 301):  # more than are remembered
+            value = float(1000 * turn + size)
+            found = tensors.gather(group, torch.full((size,), value + group.rank))
+            added = tensors.reduce(group, torch.full((size,), value), "sum")
+            whole = torch.cat([torch.full((size,), value + rank) for rank in range(group.world_size)])
+            if not torch.equal(found, whole) or not torch.equal(added, torch.full((size,), 2 * value)):
+                wrong.append((size, value))
+    return wrong
+
+
+def test_debug_mode_is_right_for_more_shapes_than_it_remembers(pools: dict[int, Ranks]) -> None:
+    assert pools[2].run(many_shapes) == [[], []]

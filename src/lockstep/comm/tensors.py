@@ -118,10 +118,10 @@ def _plan(
 ) -> _Plan:
     plan = None if signature is None else group.memo.get(signature)
     if plan is None:
+        if len(group.memo) >= _MAX_PLANS:
+            group.memo.clear()  # first: a plan of debug mode lies in frames that are remembered there too
         plan = _Plan(leaves, group, meant)
         if signature is not None:
-            if len(group.memo) >= _MAX_PLANS:
-                group.memo.clear()
             group.memo[signature] = plan
     return plan
 
