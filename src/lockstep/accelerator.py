@@ -540,9 +540,12 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Memor
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         box = self._group.box
-        number = self._strategy.enter_backward(self._round_number())
+        # Which batch of the epoch it is of is the same on all ranks, unless one of them has skipped an update.
+        loader = accumulation.loaders[-1] if accumulation.loaders else None
+        number = self._strategy.enter_backward(loader.turn if isinstance(loader, PreparedDataLoader) else None)
         if number < 0:
             box.phase("backward, not averaging")
+        clock = self._group.clock
         began = monotonic()
         try:
             if num_items is not None and not num_items:
@@ -558,8 +561,8 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Memor
             if number < 0:
                 box.phase("")
             box.leave(number)
-        if number > 0 and self._group.clock is not None:
-            self._group.clock.backwards.append((began, monotonic()))
+        if number > 0 and clock is not None and clock.on:
+            clock.backwards.append((began, monotonic()))
         if accumulation.sync_gradients:
             self._complete_update(num_items is not None)
         if self._watch is not None and self._watch.pending:
@@ -579,11 +582,6 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Memor
     def _items_of_batch(self) -> int | None:
         """What a batch counts for where nobody says: its samples when results are to be reproducible, else nothing."""
         return self._real_samples() if self._settings.reproducible else None
-
-    def _round_number(self) -> int | None:
-        """Which batch of the epoch this is: the same on all ranks, unless one of them has skipped an update."""
-        loader = self._accumulation.active_loader
-        return loader.turn if isinstance(loader, PreparedDataLoader) else None
 
     def _current_round(self) -> Round | None:
         """What all ranks work on now; None when no prepared loader is being iterated."""

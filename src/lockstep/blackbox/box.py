@@ -60,8 +60,9 @@ class NoBox:
     def meet(self, peers: Peers | None, refuse: Callable[[int, int], None]) -> None:
         """See ``Box``."""
 
-    def phase(self, name: str, site: bool = False) -> None:
+    def phase(self, name: str, site: bool = False) -> float:
         """See ``Box``."""
+        return 0.0
 
     def step(self, number: int) -> None:
         """See ``Box``."""
@@ -275,15 +276,17 @@ class Box(NoBox):
 
     # ------------------------------------------------------------ between them
 
-    def phase(self, name: str, site: bool = False) -> None:
-        """What the rank does from now on, outside collectives: "data", "forward", …; "" when that is not known."""
+    def phase(self, name: str, site: bool = False) -> float:
+        """What the rank does from now on, outside collectives: "data", …; "" when that is not known. When "now" is."""
         constant = None if site else self._siteless.get(name)
         if constant is None:
             constant = self._learn_phase(name, site)
         count = self._phases = self._phases + 1
         slot = layout.PHASES + (count & (layout.PHASE_SLOTS - 1)) * 64
-        _PACK(self._buffer, slot, count, constant, monotonic(), self._step, count)
+        now = monotonic()
+        _PACK(self._buffer, slot, count, constant, now, self._step, count)
         self._words[layout.PHASE_COUNT] = count
+        return now
 
     def step(self, number: int) -> None:
         """So many updates have been made."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from lockstep.comm.profiled import being_profiled
 from lockstep.data import cursor
 from lockstep.data.round import Round, name_samples
 from lockstep.data.shards import UNKNOWN, Shard, ShardedIterable
+from lockstep.data.taking import short_form
 from lockstep.errors import DataError
 from lockstep.topology.group import Group
 
@@ -205,8 +206,7 @@ class PreparedDataLoader(DataLoader[Any]):
         clock = None if self.dispatched else self._group.clock
         box = self._group.box
         self.turn = 0
-        asked = monotonic()
-        box.phase("data")
+        asked = box.phase("data")
         try:
             for batch, round_, last in self._dispatched() if self.dispatched else self._ahead():
                 self.turn = (self.turn + 1) % _TURNS
@@ -218,12 +218,11 @@ class PreparedDataLoader(DataLoader[Any]):
                     self.end_of_dataloader = True
                 if self.at_first_batch is not None:
                     self._be_ready()
-                if clock is not None:
-                    clock.fetches.append((asked, monotonic()))
-                box.phase("")
+                answered = box.phase("")
+                if clock is not None and clock.on:
+                    clock.fetches.append((asked, answered))
                 yield batch if move is None else move.finish(batch)
-                asked = monotonic()
-                box.phase("data")
+                asked = box.phase("data")
                 if self._left is not None:
                     self._left -= 1
                 if self.after_batch is not None:
@@ -304,7 +303,13 @@ class PreparedDataLoader(DataLoader[Any]):
         stateful = stream and hasattr(self.inner, "state_dict")
         coming = shard.coming
         try:
-            for batch in self.inner:
+            batches = iter(self.inner)
+            take = short_form(batches)
+            while True:
+                try:
+                    batch = next(batches) if take is None or being_profiled() else take()
+                except StopIteration:
+                    return
                 if stream:
                     round_, batch = batch.round, batch.batch
                 else:

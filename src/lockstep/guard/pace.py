@@ -33,11 +33,13 @@ _ADVICE = {
 
 
 class Clock:
-    """When this rank asked for data and got it, entered backward and left it: its latest steps."""
+    """When this rank asked for data and got it, entered backward and left it: its latest steps while it is on."""
 
-    __slots__ = ("backwards", "fetches")
+    __slots__ = ("backwards", "fetches", "on")
 
     def __init__(self) -> None:
+        self.on = False
+        """Whether the loop is to note its times: now and then is enough."""
         self.fetches: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         """When the loader was asked, and when it answered."""
         self.backwards: deque[tuple[float, float]] = deque(maxlen=_KEPT)

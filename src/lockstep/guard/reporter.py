@@ -50,7 +50,7 @@ class Reporter:
         self._is_stopped = is_stopped
         self._clock = clock
         self._also = also
-        self._paced = (0.0, 0.0)
+        self._pace_due = 0.0
         self._main = threading.main_thread().ident
         self._mark: tuple[int, int, int] = (0, 0, 0)
         self._moved = time.monotonic()
@@ -93,18 +93,24 @@ class Reporter:
 
     def _pace(self, now: float) -> None:
         """Now and then: how long the latest steps took this rank by itself."""
-        due, last = self._paced
-        if self._clock is None or now < due:
+        clock = self._clock
+        if clock is None or now < self._pace_due:
             return
-        fetches = [pair for pair in tuple(self._clock.fetches) if pair[0] > last]
+        if not clock.on:
+            clock.fetches.clear()
+            clock.backwards.clear()
+            clock.on = True
+            return
+        fetches = tuple(clock.fetches)
         if len(fetches) <= pace.STEPS:
             return
-        self._paced = now + _PACE_INTERVAL, fetches[-2][0]
+        clock.on = False
+        self._pace_due = now + _PACE_INTERVAL
         dump = _flight_recorder()
         ahead = time.time() - time.monotonic()
         entries = dump.get("entries", ()) if dump is not None else ()
         started = [entry.get("time_created_ns", 0) / 1e9 - ahead for entry in entries if not entry.get("is_p2p")]
-        for step in pace.own_times(fetches, tuple(self._clock.backwards), started):
+        for step in pace.own_times(fetches, tuple(clock.backwards), started):
             self._box.pace(*step)
 
     def _stack(self) -> tuple[str, ...]:

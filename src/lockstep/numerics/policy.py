@@ -92,8 +92,12 @@ class Watch:
         inner = innermost(model)
         self._models.append(inner)
         if not is_compiled(model):
-            recall = Recall(self._recent, self._group.device)
-            self._handles.append((inner, inner.register_forward_pre_hook(recall, with_kwargs=True)))
+            device = self._group.device
+            recall = Recall(self._recent, device)
+            # Elsewhere a replica moves what it is given, and only the model inside it sees where to.
+            note = getattr(model, "note_forwards", None) if device.type == "cpu" else None
+            handle = inner.register_forward_pre_hook(recall, with_kwargs=True) if note is None else note(recall)
+            self._handles.append((inner, handle))
 
     def close(self) -> None:
         """Forget the models."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lockstep.comm.profiled import being_profiled
 from lockstep.optim.accumulation import Accumulation
 
 
@@ -55,6 +56,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._scaler = scaler
         self._announce = announce
         self._gate = gate
+        self._clears_plainly = getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad
         if scaler is not None:
             scaler.watch(optimizer)
 
@@ -79,7 +81,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, if an update was due."""
-        if self._accumulation.sync_gradients:
+        if not self._accumulation.sync_gradients:
+            return
+        if set_to_none and self._clears_plainly and not being_profiled():
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        else:
             self.optimizer.zero_grad(set_to_none)
 
     @property

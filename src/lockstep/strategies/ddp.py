@@ -26,6 +26,7 @@ from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.optim.accumulation import Accumulation
 from lockstep.strategies.averaging import average_gradients
 from lockstep.strategies.joining import Stateful, check_joinables, joined
+from lockstep.strategies.replica import Averages, Replica
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
@@ -53,7 +54,7 @@ class DDP:
         self._options = options
         self._wrapped: WeakSet[DistributedDataParallel] = WeakSet()
         self._meetings: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
-        self._expected = False
+        self._averages = Averages()
         # DDP's exchange of used parameters may be pending in what a failed backward left: that then holds the group's
         # last reference, and its end would wait for threads that wait for the GIL.
         group.hoards = group.hoards or options.find_unused_parameters
@@ -71,8 +72,9 @@ class DDP:
         on_host = self._topology.device.type == "cpu"
         buffers: dict[str, Any] = {_BUFFER_OPTION: options.broadcast_buffers and not on_host}
         _send_weights(self._group, model, options.broadcast_buffers)
-        wrapped = DistributedDataParallel(
+        wrapped = Replica(
             model,
+            self._averages,
             device_ids=None if on_host else [self._topology.device],
             process_group=self._group.pg,
             init_sync=False,  # done above, in a way that can be left and that names what differs
@@ -84,28 +86,26 @@ class DDP:
             static_graph=options.static_graph,
         )
         self._wrapped.add(wrapped)
-        wrapped.register_forward_pre_hook(self._expect_backward)
         self._hook(wrapped)
         if on_host and not wrapped._comm_hooks:
             self._meet_after_backward(wrapped)
         if on_host and options.broadcast_buffers and next(model.buffers(), None) is not None:
-            wrapped.register_forward_pre_hook(self._share_buffers)
+            # Should the model be compiled, this stays outside: a collective of ours cannot be traced.
+            wrapped.register_forward_pre_hook(torch.compiler.disable(self._share_buffers))
         return wrapped
-
-    def _expect_backward(self, wrapped: nn.Module, _: Any) -> None:
-        """A forward whose backward will average: a backward of something else meets no other rank."""
-        if torch.is_grad_enabled() and wrapped.require_backward_grad_sync:
-            self._expected = True
 
     def _expect_nothing(self) -> None:
         """A new generation: the backward of a forward that was broken off will not come."""
-        self._expected = False
+        self._averages.expected = False
 
     def enter_backward(self, batch: int | None) -> int:
-        """Note that a backward begins, if it averages gradients; the batch it is of must be the same on all ranks."""
-        if not self._expected:
+        """Note that a backward begins, if it averages gradients; the batch it is of must be the same on all ranks.
+
+        Only after a forward of a prepared model does it: a backward of something else meets no other rank.
+        """
+        if not self._averages.expected:
             return -1
-        self._expected = False
+        self._averages.expected = False
         return self._group.box.enter("backward", None if batch is None else _BATCHES[batch % len(_BATCHES)], 3)
 
     def _share_buffers(self, wrapped: nn.Module, _: Any) -> None:
@@ -172,6 +172,7 @@ class DDP:
         if wrapped is None or (self._options.find_unused_parameters and not self._options.static_graph):
             return  # then DDP keeps its first buckets
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def meet(module: nn.Module, _: Any) -> None:
             # In a join some ranks may run no forward any more. There it waits for the first one after it.
             if torch.is_grad_enabled() and not _in_join(module):

@@ -1,0 +1,128 @@
+"""Where no profiler runs, torch's forward, batch and zero_grad go a shorter way: it must lead to the same place."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep import Accelerator
+from lockstep.comm import profiled
+from lockstep.data import taking
+from lockstep.strategies import replica
+from lockstep.testing import Ranks
+
+
+@pytest.fixture(scope="module")
+def pool() -> Any:
+    with Ranks(2, timeout=90.0) as made:
+        yield made
+
+
+def test_torch_is_the_one_that_they_were_written_after() -> None:
+    # When this fails with a new torch: read what its function does now, and write the short form again, or delete it.
+    assert replica._SHORT
+    assert taking._SHORT
+
+
+def test_another_function_is_not_taken_for_the_known_one() -> None:
+    assert not profiled.is_as_known(DistributedDataParallel.forward, "_pre_forward", "module")
+
+
+def trained(profiling: bool) -> tuple[torch.Tensor, set[str]]:
+    """Weights after an epoch, and what a profiler was told."""
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+    data = TensorDataset(torch.arange(160.0).view(40, 4).sin())
+    model, optimizer, loader = accelerator.prepare(
+        net, torch.optim.Adam(net.parameters()), DataLoader(data, batch_size=4, shuffle=True)
+    )
+    with profile(activities=[ProfilerActivity.CPU]) if profiling else nullcontext() as seen:
+        for (x,) in loader:
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    names = set() if seen is None else {event.key for event in seen.key_averages()}
+    assert all(parameter.grad is None for parameter in net.parameters())
+    return torch.cat([tensor.flatten() for tensor in net.state_dict().values()]), names
+
+
+def test_the_result_is_the_same_and_a_profiler_sees_the_usual_names(pool: Ranks) -> None:
+    short, long = pool.run(trained, False), pool.run(trained, True)
+    for (mine, _), (theirs, names) in zip(short, long, strict=True):
+        assert torch.equal(mine, theirs)
+        assert "DistributedDataParallel.forward" in names
+        assert "Optimizer.zero_grad#Adam.zero_grad" in names
+        assert "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__" in names
+
+
+class Fussy(torch.optim.SGD):
+    cleared = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.cleared += 1
+        super().zero_grad(set_to_none)
+
+
+def test_an_optimizer_with_a_way_of_its_own_keeps_it() -> None:
+    accelerator = Accelerator(cpu=True)
+    net = nn.Linear(2, 2)
+    inner = Fussy(net.parameters(), lr=0.1)
+    optimizer = accelerator.prepare(inner)
+    optimizer.zero_grad()
+    assert inner.cleared == 1
+
+
+def test_gradients_are_zeroed_in_place_when_asked() -> None:
+    accelerator = Accelerator(cpu=True)
+    net = nn.Linear(2, 2)
+    optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert net.weight.grad is not None
+    assert not net.weight.grad.any()
+
+
+def copies() -> list[tuple[str, bool]]:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    model(torch.ones(1, 2)).sum()
+    kept = io.BytesIO()
+    torch.save(model, kept)
+    kept.seek(0)
+    made = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(kept, weights_only=False)]
+    same = model(torch.ones(1, 2))
+    return [(type(one).__module__, torch.equal(one(torch.ones(1, 2)), same)) for one in made]
+
+
+def test_copies_and_pickles_are_torchs_own(pool: Ranks) -> None:
+    for found in pool.run(copies):
+        assert found == [("torch.nn.parallel.distributed", True)] * 3
+
+
+def compiled_afterwards() -> list[float]:
+    accelerator = Accelerator(cpu=True)
+    net = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(net.weight)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    quick = torch.compile(model, backend="eager")
+    for _ in range(3):
+        accelerator.backward(quick(torch.full((1, 2), accelerator.process_index + 1.0)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return net.weight.flatten().tolist()
+
+
+def test_a_prepared_model_can_be_compiled(pool: Ranks) -> None:
+    for weights in pool.run(compiled_afterwards):
+        assert weights == pytest.approx([0.55, 0.55])
