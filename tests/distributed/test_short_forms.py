@@ -66,33 +66,6 @@ def test_the_result_is_the_same_and_a_profiler_sees_the_usual_names(pool: Ranks)
         assert "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__" in names
 
 
-class Fussy(torch.optim.SGD):
-    cleared = 0
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.cleared += 1
-        super().zero_grad(set_to_none)
-
-
-def test_an_optimizer_with_a_way_of_its_own_keeps_it() -> None:
-    accelerator = Accelerator(cpu=True)
-    net = nn.Linear(2, 2)
-    inner = Fussy(net.parameters(), lr=0.1)
-    optimizer = accelerator.prepare(inner)
-    optimizer.zero_grad()
-    assert inner.cleared == 1
-
-
-def test_gradients_are_zeroed_in_place_when_asked() -> None:
-    accelerator = Accelerator(cpu=True)
-    net = nn.Linear(2, 2)
-    optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
-    net(torch.ones(1, 2)).sum().backward()
-    optimizer.zero_grad(set_to_none=False)
-    assert net.weight.grad is not None
-    assert not net.weight.grad.any()
-
-
 def copies() -> list[tuple[str, bool]]:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 1))

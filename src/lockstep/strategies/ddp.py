@@ -26,7 +26,8 @@ from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.optim.accumulation import Accumulation
 from lockstep.strategies.averaging import average_gradients
 from lockstep.strategies.joining import Stateful, check_joinables, joined
-from lockstep.strategies.replica import Averages, Replica
+from lockstep.strategies.replica import Averages
+from lockstep.strategies.replica import DistributedDataParallel as Replica
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 

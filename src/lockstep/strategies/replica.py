@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn import parallel
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.profiled import being_profiled, is_as_known
@@ -17,7 +17,7 @@ from lockstep.comm.profiled import being_profiled, is_as_known
 Note = Callable[[nn.Module, Any, Any], None]
 _OWN = ("averages", "_notes")
 _SHORT = is_as_known(
-    DistributedDataParallel.forward,
+    parallel.DistributedDataParallel.forward,
     "_pre_forward",
     "_delay_all_reduce_all_params",
     "module",
@@ -36,8 +36,8 @@ class Averages:
         self.expected = False
 
 
-class Replica(DistributedDataParallel):
-    """A model on each rank.
+class DistributedDataParallel(parallel.DistributedDataParallel):
+    """A model on each rank. It has the name that scripts and readers know.
 
     Torch's own hooks could say the same, but a module with a hook takes a longer way through every call: two of them
     cost 40 us of a step.
@@ -73,4 +73,4 @@ class Replica(DistributedDataParallel):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy is nobody's replica, and a saved one can be loaded where Lockstep is not installed.
         state = {name: value for name, value in self.__getstate__().items() if name not in _OWN}
-        return copyreg._reconstructor, (DistributedDataParallel, object, None), state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (parallel.DistributedDataParallel, object, None), state  # type: ignore[attr-defined]
