@@ -5,7 +5,7 @@
     python benchmarks/guard.py diagnosis    seconds from a fault to its explanation on the screen, for each scenario
 
 The first two compare blocks in the same processes, in turns; ``measure.py`` says how. "Without" gives the ranks a black
-box that keeps nothing and no peers to compare with; what is left then is the calls themselves. "clocked" wraps each
+box that keeps nothing and compares nothing; what is left then is the calls themselves. "clocked" wraps each
 call to the box in two looks at the clock, inside the same steps: what an event costs where the step's own work has
 emptied the caches. The guard's two threads run in both kinds of blocks; what they take is timed by itself.
 
@@ -68,7 +68,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from lockstep.blackbox.box import NoBox
-from lockstep.blackbox.peers import Peers
 from lockstep.topology import current
 from lockstep.topology.group import Group
 
@@ -100,10 +99,11 @@ class ClockedBox(NoBox):
         self._box.leave(seq, refused)
         self._spent.setdefault("leave", []).append(clock() - begin)
 
-    def phase(self, name: str, site: bool = False) -> None:
+    def phase(self, name: str, site: bool = False) -> float:
         begin = clock()
-        self._box.phase(name, site)
+        now = self._box.phase(name, site)
         self._spent.setdefault("phase", []).append(clock() - begin)
+        return now
 
     def step(self, number: int) -> None:
         begin = clock()
@@ -116,42 +116,27 @@ class ClockedBox(NoBox):
         self._spent.setdefault("pace", []).append(clock() - begin)
 
 
-class ClockedPeers(Peers):
-    """Peers whose comparison is timed in place."""
-
-    def __init__(self, peers: Peers, spent: dict[str, list[float]]) -> None:
-        self._peers_below = peers
-        self._spent = spent
-
-    def compare(self, seq: int, name_hash: int | None = None, signature_hash: int | None = None) -> int | None:
-        begin = clock()
-        other = self._peers_below.compare(seq, name_hash, signature_hash)
-        self._spent.setdefault("compare", []).append(clock() - begin)
-        return other
-
-
 @contextmanager
-def put(group: Group, box: NoBox, peers: Peers | None) -> Iterator[None]:
-    before = group.box, group.peers
-    group.box, group.peers = box, peers
+def put(group: Group, box: NoBox) -> Iterator[None]:
+    before, group.box = group.box, box
     try:
         yield
     finally:
-        group.box, group.peers = before
+        group.box = before
 
 
 def in_three_ways(group: Group, work: Work, spent: dict[str, list[float]]) -> dict[str, Work]:
     """The same work with the guard, without it, and with its calls timed."""
     if isinstance(group.box, NoBox) and not hasattr(group.box, "path"):
         raise SystemExit(f"There is no black box ({group.box.reason}), so there is nothing to compare.")
-    clocked = ClockedBox(group.box, spent), ClockedPeers(group.peers, spent) if group.peers is not None else None
+    clocked = ClockedBox(group.box, spent)
 
     def off(ticks: list[float]) -> object:
-        with put(group, NoBox(), None):
+        with put(group, NoBox()):
             return work(ticks)
 
     def timed(ticks: list[float]) -> object:
-        with put(group, *clocked):
+        with put(group, clocked):
             return work(ticks)
 
     return {OFF: off, OFF_AGAIN: off, "lockstep": work, CLOCKED: timed}
@@ -201,11 +186,11 @@ def _clock_twice() -> float:
 
 
 def event_bars(found: Sequence[Event]) -> list[Bar]:
-    """An event is one collective: entered, compared, left."""
+    """An event is one collective: entered, which compares it with the other ranks, and left."""
     bars = []
     for work in dict.fromkeys(event.work for event in found):
         parts = {event.name: event.median_us for event in found if event.work == work}
-        whole = sum(parts.get(name, 0.0) for name in ("enter", "compare", "leave"))
+        whole = sum(parts.get(name, 0.0) for name in ("enter", "leave"))
         bars.append(
             Bar(
                 what=f"a collective's event, {work}",
