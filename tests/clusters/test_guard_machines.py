@@ -101,7 +101,7 @@ def test_a_machine_that_sleeps_is_told_on_the_first_screen(
 def test_a_slow_rank_of_another_machine_is_named_on_the_first_screen(two_machines: Machines) -> None:
     flags = ["--num_processes", "2"]  # one each: neither machine has anybody to compare it with
     started = [
-        launch(machine, number, SLOW, "backward", "6", main=two_machines[0], port=29714, flags=flags)
+        launch(machine, number, SLOW, "backward", "5", main=two_machines[0], port=29714, flags=flags)
         for number, machine in enumerate(two_machines)
     ]
     (code_0, out_0, err_0), (code_1, _, err_1) = finish(started, two_machines)

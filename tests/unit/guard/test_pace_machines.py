@@ -131,6 +131,14 @@ def test_a_machine_that_sees_it_alone_tells_without_asking(cluster: Cluster) -> 
     assert (cluster.rounds(), len(cluster.said[0]), cluster.said[1]) == (1, 1, [])
 
 
+def test_what_two_machines_find_is_told_once(cluster: Cluster) -> None:
+    cluster.steps([LATE, WAITS], [WAITS, WAITS])
+    cluster.look()
+    assert cluster.rounds() == 2  # machine 1 has asked and told, and machine 0 has known
+    cluster.watchers[0].close()  # it has heard all
+    assert ["Rank 0 (node0, cpu)" in line for line in cluster.said[0]] == [True]
+
+
 def test_a_slow_machine_is_named(cluster: Cluster) -> None:
     cluster.steps([WAITS, WAITS], [LATE, LATE])
     cluster.look()
