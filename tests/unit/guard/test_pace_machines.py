@@ -69,7 +69,7 @@ class Cluster:
                 device="cpu",
             )
             for _ in range(pace.STEPS + 1):
-                box.pace(*step)  # type: ignore[call-arg]
+                box.pace(*step)
 
     def look(self, times: int = 4) -> None:
         """All watchers, some times."""
