@@ -96,7 +96,7 @@ def hot(box: Box, meeting: Box, room: Callable[..., None], path: Path) -> None:
         "the same, compared with 1 peer": lambda: room(meeting, "gather", key),
         "the same with no box": lambda: room(NoBox(), "gather", key),
         "phase": lambda: box.phase("forward"),
-        "pace": lambda: box.pace(0.1, 0.1, 0.1, 0.1),
+        "pace": lambda: box.pace(0.1, 0.1, 0.1, 0.1, 0.1),
     }
     for name, work in rows.items():
         print(f"  {best(work):6.2f}  {name}")

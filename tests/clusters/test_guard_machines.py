@@ -13,6 +13,7 @@ from tests.clusters.machines import Machine
 from tests.clusters.test_launch_machines import Machines, finish, launch
 
 SCRIPT = Path(__file__).parent / "apart.py"
+SLOW = Path(__file__).parents[1] / "faults" / "slow.py"
 LINES = {
     line.rpartition("# mark: ")[2].strip(): number
     for number, line in enumerate(SCRIPT.read_text().splitlines(), 1)
@@ -95,3 +96,17 @@ def test_a_machine_that_sleeps_is_told_on_the_first_screen(
     finish(started, two_machines)
     for part in ("ranks 2-3 are in time.sleep", at("sleeps"), "ranks 0-1 wait in wait_for_everyone"):
         assert part in told, told
+
+
+def test_a_slow_rank_of_another_machine_is_named_on_the_first_screen(two_machines: Machines) -> None:
+    flags = ["--num_processes", "2"]  # one each: neither machine has anybody to compare it with
+    started = [
+        launch(machine, number, SLOW, "backward", "5", main=two_machines[0], port=29714, flags=flags)
+        for number, machine in enumerate(two_machines)
+    ]
+    (code_0, out_0, err_0), (code_1, _, err_1) = finish(started, two_machines)
+    assert (code_0, code_1) == (0, 0), f"{out_0}\n{err_0}\n{err_1}"
+    told = " ".join(err_0.split())
+    assert "Rank 1 (node1, cpu) is slower than the other ranks" in told, err_0
+    assert "most of it in backward (+5" in told, err_0
+    assert (err_0 + err_1).count("slower than") == 1, err_0 + err_1

@@ -34,7 +34,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-VERSION = 2
+VERSION = 3
 """Changes with the layout: a reader does not touch a box of another version."""
 WORD = 8
 NUMBER_BITS = 40
@@ -64,7 +64,7 @@ RAW = struct.Struct("@qqdIIII")
 """1 when there is one, its number, seconds, the texts' lengths; the texts follow. A version stands at both ends."""
 RAW_ROOM = {"name": 128, "site": 352, "shapes": 352, "group": 96}
 
-PACE = struct.Struct("@4f")
+PACE = struct.Struct("@5f")
 
 # ---------------------------------------------------------------- places
 

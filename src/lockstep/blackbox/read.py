@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lockstep.blackbox import layout, processes
 from lockstep.blackbox.layout import Header, Table
-from lockstep.blackbox.snapshot import Op, Raw, Snapshot
+from lockstep.blackbox.snapshot import Op, Raw, Snapshot, Step
 
 HISTORY = 64
 """Collectives that a snapshot holds unless told otherwise; the box itself holds ``layout.EVENT_SLOTS``."""
@@ -272,7 +272,7 @@ def _closing(data: bytes) -> tuple[str, str]:
     return layout.CLOSED[code], data[begin : begin + min(length, layout.CLOSING_ROOM)].decode(errors="replace")
 
 
-def _pace(file: int, data: bytes) -> tuple[tuple[float, float, float, float], ...]:
+def _pace(file: int, data: bytes) -> tuple[Step, ...]:
     """The latest steps, without those that may have been written over while they were copied."""
     count = _at(data, layout.PACE_COUNT)
     (after,) = _word.unpack(_exactly(file, 8, layout.PACE_COUNT * layout.WORD))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+Step = tuple[float, float, float, float, float]
+"""Seconds of a step: a rank's own work on data, in forward, in backward; the whole; waiting at the end of backward."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
@@ -95,7 +98,7 @@ class Snapshot:
     """Whether a debugger holds it, or it was stopped by a signal."""
     beat: float = 0.0
     """When its own reporter last looked up, in seconds of the monotonic clock."""
-    pace: tuple[tuple[float, float, float, float], ...] = ()
-    """Of its latest steps, oldest first: seconds of its own work on data, in forward, in backward, and the whole."""
+    pace: tuple[Step, ...] = ()
+    """Its latest steps, oldest first."""
     now: float = 0.0
     """When this was read."""

@@ -1,7 +1,8 @@
 """The watchers of a job's machines, together: over a store, and only once one of them has something to ask.
 
 While all is well each watcher has one connection on which it waits for a word in its inbox, and nothing is sent. A
-watcher whose ranks are blocked opens a *round*; of several only the first does, and the others leave it to that one.
+watcher whose ranks are blocked, or all wait for a slower one, opens a *round*; of several only the first does, and the
+others leave it to that one.
 All answer with the boxes of their machine. Who has opened it looks at all of them, and what it finds goes out as the
 next round. So the traffic of a job that hangs is a few messages for each machine and look, however many machines wait.
 """
@@ -36,7 +37,7 @@ class Exchange:
         *,
         node: int,
         nodes: int,
-        boxes: Callable[[], Sequence[Snapshot]],
+        boxes: Callable[[str], Sequence[Snapshot]],
         hear: Callable[[dict[str, Any]], None],
     ) -> None:
         self.node = node
@@ -56,20 +57,20 @@ class Exchange:
 
     # --- asking --------------------------------------------------------------------------------------------------
 
-    def ask(self, mine: Sequence[Snapshot]) -> list[Snapshot] | None:
-        """The boxes of all machines that answer; None when another watcher is asking already."""
+    def ask(self, mine: Sequence[Snapshot], about: str = "") -> list[Snapshot] | None:
+        """The boxes of all machines that answer, who hear what it is about; None when another is asking already."""
         store, number = self._store, self._round
         if store is None:
             return None if self._thread.is_alive() else list(mine)  # not there yet, or gone
         try:
-            if not self._open(store, number, {"from": self.node}):
+            if not self._open(store, number, {"from": self.node, "asks": about}):
                 return None
             return [*mine, *self._collect(store, number)]
         except RuntimeError:
             return list(mine)  # the store has gone, and its host with it
 
-    def publish(self, message: dict[str, Any]) -> None:
-        """Let all other watchers hear of something; returns when they have, or have had time to."""
+    def publish(self, message: dict[str, Any]) -> bool:
+        """Let all other watchers hear of something; returns when they have, or have had time to. False: nobody does."""
         store = self._store
         with suppress(RuntimeError):
             for _ in range(_TRIES if store is not None else 0):
@@ -77,9 +78,10 @@ class Exchange:
                 if self._open(store, number, {"from": self.node, **message}):
                     # The host of the store may end next, and with it whatever nobody has fetched yet.
                     self._until_read(store, [self._inbox(node, number) for node in self._others()])
-                    return
+                    return True
                 with self._moved:  # somebody else's round: the next one, then
                     self._moved.wait_for(lambda number=number: self._round > number, timeout=1.0)  # type: ignore[misc]
+        return False
 
     def close(self, last: Iterable[Snapshot] = ()) -> None:
         """Leave what this machine's boxes said in the end, for those who still ask, and end the thread."""
@@ -172,10 +174,10 @@ class Exchange:
             self._store = None  # its host has gone: nobody is left to talk to, and each try would take a minute
 
     def _answer(self, store: Any, message: dict[str, Any]) -> None:
-        if len(message) > 2:
-            self._hear(message)
+        if "asks" in message:
+            store.set(f"answer/{self._round}/{self.node}", _pack(self._boxes(message["asks"])))
         else:
-            store.set(f"answer/{self._round}/{self.node}", _pack(self._boxes()))
+            self._hear(message)
 
 
 def _pack(boxes: Iterable[Snapshot]) -> bytes:

@@ -25,7 +25,7 @@ from lockstep.guard.diagnose import diagnose
 from lockstep.guard.diagnosis import Diagnosis
 from lockstep.guard.exchange import Exchange
 from lockstep.guard.explain import explain, understand
-from lockstep.guard.pace import find_slow
+from lockstep.guard.pace import Questions, Slow, all_wait, find_slow
 from lockstep.rundir.place import RunDirectory
 
 WATCHED = "LOCKSTEP_WATCHED"
@@ -37,6 +37,7 @@ BLOCKED = 1.0
 STALL = 30.0
 """Seconds after which a wait that may still end is told."""
 _SELDOM = 10.0
+_PACE = "pace"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,9 @@ class Watcher:
         self._mine = mine
         self._before: Diagnosis | None = None
         self._told = 0.0
-        self._slow: set[tuple[int, str]] = set()
+        self._slow: set[tuple[tuple[int, ...], str]] = set()
+        self._naming = threading.Lock()
+        self._questions = Questions()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-guard", daemon=True)
 
@@ -86,7 +89,8 @@ class Watcher:
         """Look together with the watchers of other machines from now on; anew for each start of the ranks."""
         if self._elsewhere is not None:
             self._elsewhere.close()
-        self._elsewhere = Exchange(connect, node=node, nodes=nodes, boxes=self._merged, hear=self._hear)
+        self._questions = Questions()
+        self._elsewhere = Exchange(connect, node=node, nodes=nodes, boxes=self._answer, hear=self._hear)
 
     def close(self) -> None:
         """End the thread."""
@@ -114,6 +118,12 @@ class Watcher:
 
     def _hear(self, message: dict[str, Any]) -> None:
         """What another machine's watcher has found."""
+        if "slow" in message:
+            self._questions.put_off(time.monotonic())
+            slow = Slow.from_dict(message["slow"])
+            if self._is_new(slow) and self._is_first:
+                self._tell(slow.line())
+            return
         found = Found(diagnosis=Diagnosis.from_dict(message["diagnosis"]), text=message["text"])
         if found.diagnosis.certain:
             self._ending.set()
@@ -192,12 +202,29 @@ class Watcher:
         """The boxes of this machine's ranks, with what their reporters say."""
         return [side.merged(box, side.place(self._directory.boxes, box.rank)) for box in self.boxes()]
 
+    def _answer(self, about: str) -> list[Snapshot]:
+        """For another machine's watcher: one question about who is slow is enough for the job."""
+        if about == _PACE:
+            self._questions.put_off(time.monotonic())
+        return self._merged()
+
     def _look_at_pace(self, boxes: Sequence[Snapshot]) -> None:
-        """Name a rank that the others wait for in every step, once."""
+        """Name a rank that the others wait for in every step, once, and on the first machine's screen."""
         slow = find_slow(boxes)
-        if slow is not None and (slow.rank, slow.phase) not in self._slow:
-            self._slow.add((slow.rank, slow.phase))
+        now = time.monotonic()
+        if slow is None and self._elsewhere is not None and self._questions.due(all_wait(boxes), now):
+            self._questions.put_off(now)
+            slow = find_slow(self._elsewhere.ask(boxes, about=_PACE) or ())
+        if slow is None or not self._is_new(slow):
+            return
+        if self._elsewhere is None or self._is_first or not self._elsewhere.publish({"slow": slow.to_dict()}):
             self._tell(slow.line())
+
+    def _is_new(self, slow: Slow) -> bool:
+        with self._naming:  # found and heard of at once
+            new = (slow.ranks, slow.phase) not in self._slow
+            self._slow.add((slow.ranks, slow.phase))
+        return new
 
     def boxes(self) -> list[Snapshot]:
         """The boxes of this machine's ranks."""

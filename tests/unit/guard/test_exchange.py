@@ -26,7 +26,7 @@ def box(rank: int, **more: Any) -> Snapshot:
         history=(op,),
         raw=Raw(name="all_reduce", number=4),
         stack=("train.py:3 in train",),
-        pace=((1.0, 2.0, 3.0, 4.0),),
+        pace=((1.0, 2.0, 3.0, 4.0, 5.0),),
         **more,
     )
 
@@ -37,6 +37,7 @@ class Machines:
     def __init__(self, nodes: int = 3) -> None:
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.heard: dict[int, list[dict[str, Any]]] = {node: [] for node in range(nodes)}
+        self.asked: dict[int, list[str]] = {node: [] for node in range(nodes)}
         self.ends = [self.join(node, nodes) for node in range(nodes)]
 
     def join(self, node: int, nodes: int) -> Exchange:
@@ -44,9 +45,13 @@ class Machines:
             self.connect,
             node=node,
             nodes=nodes,
-            boxes=lambda: [box(node)],
+            boxes=lambda about: self.answer(node, about),
             hear=lambda said: self.heard[node].append(said),
         )
+
+    def answer(self, node: int, about: str) -> list[Snapshot]:
+        self.asked[node].append(about)
+        return [box(node)]
 
     def connect(self) -> Any:
         return PrefixStore("guard", dist.TCPStore("127.0.0.1", self.server.port, wait_for_workers=False))
@@ -61,11 +66,11 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
         end.close()
 
 
-def asks(end: Exchange, mine: list[Snapshot]) -> list[Snapshot]:
+def asks(end: Exchange, mine: list[Snapshot], about: str = "") -> list[Snapshot]:
     """Until it is its turn."""
     until = time.monotonic() + 20
     while time.monotonic() < until:
-        found = end.ask(mine)
+        found = end.ask(mine, about)
         if found is not None:
             return found
         time.sleep(0.01)
@@ -75,6 +80,12 @@ def asks(end: Exchange, mine: list[Snapshot]) -> list[Snapshot]:
 def test_who_asks_gets_the_boxes_of_all_machines(machines: Machines) -> None:
     found = asks(machines.ends[1], [box(1, words="mine")])
     assert sorted(found, key=lambda item: item.rank) == [box(0), box(1, words="mine"), box(2)]
+
+
+def test_the_others_hear_what_a_question_is_about(machines: Machines) -> None:
+    asks(machines.ends[0], [])  # all are connected
+    asks(machines.ends[0], [], "pace")
+    assert machines.asked == {0: [], 1: ["", "pace"], 2: ["", "pace"]}
 
 
 def test_everybody_can_ask_again_and_again_and_all_at_once(machines: Machines) -> None:
@@ -99,7 +110,7 @@ def test_everybody_can_ask_again_and_again_and_all_at_once(machines: Machines) -
 
 def test_what_is_published_reaches_the_others_once(machines: Machines) -> None:
     asks(machines.ends[0], [])
-    machines.ends[2].publish({"text": "out of step"})
+    assert machines.ends[2].publish({"text": "out of step"})
     machines.ends[0].publish({"text": "indeed"})
     until = time.monotonic() + 10
     while time.monotonic() < until and len(machines.heard[1]) < 2:
@@ -118,7 +129,7 @@ def test_a_machine_that_has_left_is_remembered_by_its_last_boxes(machines: Machi
 def test_a_machine_that_does_not_answer_is_left_out(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "PATIENCE", 0.3)
     alone = lambda: PrefixStore("another", machines.connect())  # noqa: E731
-    lonely = Exchange(alone, node=0, nodes=2, boxes=list, hear=lambda said: None)
+    lonely = Exchange(alone, node=0, nodes=2, boxes=lambda about: [], hear=lambda said: None)
     assert asks(lonely, [box(0)]) == [box(0)]
     lonely.close()
 
@@ -126,7 +137,7 @@ def test_a_machine_that_does_not_answer_is_left_out(machines: Machines, monkeypa
 def test_a_round_whose_opener_died_is_completed_by_another(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "PATIENCE", 0.2)
     # Written, but not delivered: that is where it died.
-    machines.connect().compare_set("round/1", "", '{"from": 2, "id": "x"}')
+    machines.connect().compare_set("round/1", "", '{"from": 2, "asks": "", "id": "x"}')
     assert {item.rank for item in asks(machines.ends[0], [box(0)])} == {0, 1, 2}
 
 
@@ -136,7 +147,9 @@ def test_a_watcher_that_comes_late_hears_of_what_was_said_before() -> None:
     store.set("latest", "2")
     store.multi_set(["inbox/0/1", "inbox/0/2"], [f'{{"from": 1, "id": "{n}", "text": "{n}"}}' for n in "ab"])
     heard: list[str] = []
-    late = Exchange(machines.connect, node=0, nodes=2, boxes=list, hear=lambda said: heard.append(said["text"]))
+    late = Exchange(
+        machines.connect, node=0, nodes=2, boxes=lambda about: [], hear=lambda said: heard.append(said["text"])
+    )
     until = time.monotonic() + 10
     while time.monotonic() < until and len(heard) < 2:
         time.sleep(0.01)
@@ -156,7 +169,7 @@ def test_without_a_store_one_sees_only_oneself() -> None:
     def gone() -> Any:
         raise dist.DistNetworkError("the host has gone")
 
-    end = Exchange(gone, node=0, nodes=2, boxes=list, hear=lambda said: None)
+    end = Exchange(gone, node=0, nodes=2, boxes=lambda about: [], hear=lambda said: None)
     assert end.ask([box(0)]) == [box(0)]
-    end.publish({"text": "nobody hears this"})
+    assert not end.publish({"text": "nobody hears this"})
     end.close()
