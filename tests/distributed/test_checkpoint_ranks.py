@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Accelerator, DataLoaderConfiguration, PartialState
+from lockstep import Accelerator, DataLoaderConfiguration, PartialState, ProjectConfiguration
 from lockstep.checkpoint import find
 from lockstep.checkpoint.disk import Disk
 from lockstep.errors import CheckpointError
@@ -248,3 +250,23 @@ def test_damage_that_one_rank_finds_stops_all(pools: dict[int, Ranks], tmp_path:
     for told, untouched in pools[2].run(damaged, str(tmp_path / "state")):
         assert "optimizer.bin is damaged" in told
         assert untouched
+
+
+# ---------------------------------------------------------------- told to go
+
+
+def listening(folder: str) -> tuple[bool, bool]:
+    """Whether a thread listens for other ranks' signals: while it is to, and when Python shuts down."""
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project, save_on_signal=True)
+    listens = [any(thread.name == "lockstep-preemption" for thread in threading.enumerate())]
+    atexit._run_exitfuncs()
+    listens.append(any(thread.name == "lockstep-preemption" for thread in threading.enumerate()))
+    del accelerator
+    return listens[0], listens[1]
+
+
+def test_no_thread_is_left_in_the_store_when_python_shuts_down(tmp_path: Path) -> None:
+    # One that came out of it then would end the rank with SIGABRT, and the job, which is complete, with it.
+    with Ranks(2) as pool:
+        assert pool.run(listening, str(tmp_path)) == [(True, False)] * 2

@@ -8,6 +8,7 @@ none of them has passed. After that one they save, together. While no signal has
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -21,6 +22,7 @@ from lockstep.topology.group import Group
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _MARGIN = 2
 _POLL = 0.5
+_PATIENCE = 5.0
 _PREFIX = "preempt"
 
 
@@ -38,6 +40,7 @@ class Preemption:
         self._stop: int | None = None
         self._noted = False
         self._store: Any = None
+        self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._pid = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
@@ -45,7 +48,10 @@ class Preemption:
             self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         if group.world_size > 1:
             self._store = group.store.clone()  # type: ignore[attr-defined]
-            threading.Thread(target=self._listen, name="lockstep-preemption", daemon=True).start()
+            self._thread = threading.Thread(target=self._listen, name="lockstep-preemption", daemon=True)
+            self._thread.start()
+            # A thread that comes out of a call to the store while Python shuts down ends the process with SIGABRT.
+            atexit.register(self.close)
 
     def _on_signal(self, number: int, _: Any) -> None:
         # A worker of a loader, forked with our handler; or a launcher that ends the ranks because one of them has died,
@@ -111,6 +117,10 @@ class Preemption:
     def close(self) -> None:
         """Heed signals no more."""
         self._closed.set()
+        if self._thread is not None and os.getpid() == self._pid:
+            self._thread.join(timeout=_PATIENCE)
+            atexit.unregister(self.close)
+            self._thread = None
         if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:
             for number, handler in self._before.items():
                 if signal.getsignal(number) == self._on_signal:
