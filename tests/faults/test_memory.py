@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,31 @@ def test_going_up_again(pool: Ranks) -> None:
         assert 40 <= seen.sizes[-1] <= 45
         assert len(seen.sizes) < 10
         assert set(seen.alive) == {0}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown_bar() -> str:
+    accelerator = Accelerator(cpu=True)
+
+    @find_executable_batch_size(starting_batch_size=16, search="binary")
+    def inner(size: int) -> None:
+        accelerator.wait_for_everyone()
+        if size > 9 and accelerator.process_index == 1:
+            raise MemoryError
+
+    with redirect_stderr(Terminal()) as read:
+        inner()
+    return read.getvalue()
+
+
+def test_the_main_process_alone_shows_a_bar(pool: Ranks) -> None:
+    first, second = pool.run(shown_bar)
+    assert "batch size: attempt 3 of at most 5, trying 11 (8 fits, 16 does not)" in first
+    assert "attempt" not in second
 
 
 def test_going_up_again_with_the_effective_batch_kept(pool: Ranks) -> None:

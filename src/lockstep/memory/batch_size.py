@@ -18,6 +18,7 @@ from lockstep.comm.rng import States
 from lockstep.config import env
 from lockstep.errors import ConfigError, OutOfMemory, PeerFailure, UsageError
 from lockstep.logging import get_notices
+from lockstep.memory.bar import SearchBar
 from lockstep.memory.freeing import clear_device_cache
 from lockstep.memory.recognise import describe, is_out_of_memory
 from lockstep.memory.sizes import check_size
@@ -140,6 +141,7 @@ class _Search:
         self._trace = ""
         self._random = States.of(self._device)
         self._notices = get_notices("lockstep.memory")
+        self._bar = SearchBar(shown=self._group is None or self._group.rank == 0)
 
     def run(self) -> Any:
         self._check_place()
@@ -149,7 +151,10 @@ class _Search:
         if not isinstance(outcome, _RanOut):
             return outcome
         if self._options.binary:
-            size = self._largest_that_fits(size, outcome)
+            try:
+                size = self._largest_that_fits(size, outcome)
+            finally:
+                self._bar.close()
             outcome = self._attempt(size)
         while isinstance(outcome, _RanOut):  # in "binary" as well: a trial does not see all that a training does
             size = self._smaller(size, outcome)
@@ -304,23 +309,30 @@ class _Search:
         while isinstance(outcome, _RanOut):
             failing = size
             size = self._smaller(size, outcome)
-            outcome = self._attempt(size, trial=True)
+            outcome = self._try_out(size, None, failing, size.bit_length() + MAX_TRIALS)
         fits = size
         for trial in range(1, MAX_TRIALS + 1):
-            ceiling = max(fits, int(failing * (1 - self._options.margin)))
+            ceiling = max(fits, min(failing - 1, int(failing * (1 - self._options.margin))))
             size = self._between(fits, ceiling)
             if size == fits:
                 break
-            self._notices.info(f"batch size {fits} fits; trial {trial} of at most {MAX_TRIALS}: {size}")
-            outcome = self._attempt(size, trial=True)
+            self._inform(f"batch size {fits} fits; trial {trial} of at most {MAX_TRIALS}: {size}")
+            # Each trial halves what is between, so there may be fewer to come than are allowed.
+            left = min(MAX_TRIALS + 1 - trial, (ceiling - fits).bit_length())
+            outcome = self._try_out(size, fits, failing, left)
             if isinstance(outcome, _RanOut):
                 failing = size
-                self._notices.info(f"batch size {size} does not fit: {_who(outcome)}")
+                self._inform(f"batch size {size} does not fit: {_who(outcome)}")
             else:
                 fits = size
         fits = min(fits, max(self._between(0, int(failing * (1 - self._options.margin)), top=True), 1))
-        self._notices.info(f"batch size {fits}{self._accumulating(fits)}: {failing} does not fit. Running to the end")
+        self._inform(f"batch size {fits}{self._accumulating(fits)}: {failing} does not fit. Running to the end")
         return fits
+
+    def _try_out(self, size: int, fits: int | None, failing: int, left: int) -> Any:
+        """Called on: all ranks. A trial, shown as one of ``left`` at most."""
+        self._bar.trying(size, done=len(self._tried), left=left, fits=fits, failing=failing)
+        return self._attempt(size, trial=True)
 
     def _between(self, low: int, high: int, *, top: bool = False) -> int:
         """A size above ``low`` and up to ``high``, near the middle (or the highest); ``low`` when there is none."""
@@ -332,7 +344,12 @@ class _Search:
     # --- telling -----------------------------------------------------------------------------------------------
 
     def _say(self, size: int, ran_out: _RanOut, then: str) -> None:
-        self._notices.warning(f"batch size {size} does not fit: {_who(ran_out)}; {then}")
+        with self._bar.aside():
+            self._notices.warning(f"batch size {size} does not fit: {_who(ran_out)}; {then}")
+
+    def _inform(self, text: str) -> None:
+        with self._bar.aside():
+            self._notices.info(text)
 
     def _accumulating(self, size: int) -> str:
         if not self._options.keep_effective:
