@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 import traceback
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from lockstep.comm.rng import States
 from lockstep.config import env
 from lockstep.errors import ConfigError, OutOfMemory, PeerFailure, UsageError
 from lockstep.logging import get_notices
+from lockstep.memory.asked import check_function, passed_in, positional, read_margin, read_search
 from lockstep.memory.bar import SearchBar
 from lockstep.memory.freeing import clear_device_cache
 from lockstep.memory.recognise import describe, is_out_of_memory
@@ -25,7 +25,6 @@ from lockstep.memory.sizes import check_size
 from lockstep.topology import current, environments
 from lockstep.topology.group import Group
 
-SEARCHES = ("halving", "binary")
 TRIAL_UPDATES = 2
 """Updates after which a trial is broken off: the first makes the optimizer's state, so the second shows the peak."""
 MAX_TRIALS = 8
@@ -60,8 +59,8 @@ def find_executable_batch_size(
         start=check_size(starting_batch_size, "starting_batch_size"),
         reduce=reduce_batch_size_fn,
         keep_effective=keep_effective_batch,
-        binary=_search(search, reduce_batch_size_fn),
-        margin=_margin(margin),
+        binary=read_search(search, reduce_batch_size_fn),
+        margin=read_margin(margin),
     )
     if function is None:
         return functools.partial(_decorate, options=options)
@@ -94,14 +93,14 @@ class Prepared(Protocol):
 
 
 def _decorate(function: Callable[..., Any], *, options: _Options) -> Callable[..., Any]:
-    signature = _check_function(function)
+    signature = check_function(function)
     first, *others = signature.parameters.values()
     takes_more = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in (first, *others))
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if first.name in kwargs or (not takes_more and len(args) > _positional(others)):
-            raise TypeError(_passed_in(function, first, others, args, kwargs))
+        if first.name in kwargs or (not takes_more and len(args) > positional(others)):
+            raise TypeError(passed_in(function, first, others, args, kwargs))
         return _Search(functools.partial(_call, function, args, kwargs), options).run()
 
     if first.kind is not first.VAR_POSITIONAL:
@@ -376,76 +375,3 @@ def _who(ran_out: _RanOut) -> str:
 
 def _divisors(number: int) -> list[int]:
     return [other for other in range(1, number + 1) if number % other == 0]
-
-
-# --- what was asked for ------------------------------------------------------------------------------------------
-
-
-def _search(value: str, reduce: Any) -> bool:
-    if value not in SEARCHES:
-        raise ConfigError(f"search={value!r} is not known. Allowed: {', '.join(map(repr, SEARCHES))}.")
-    if reduce is not None and not callable(reduce):
-        raise ConfigError(f"reduce_batch_size_fn={reduce!r} cannot be called. Give a function without parameters.")
-    return value == "binary"
-
-
-def _margin(value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise ConfigError(f"margin={value!r} must be a number from 0 to below 1.")
-    return float(value)
-
-
-def _check_function(function: Any) -> inspect.Signature:
-    if not callable(function):
-        raise TypeError(
-            f"find_executable_batch_size({function!r}): this is no function. Give the starting size by name: "
-            "find_executable_batch_size(starting_batch_size=…)."
-        )
-    signature = inspect.signature(function)
-    first = next(iter(signature.parameters.values()), None)
-    if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
-        name = _name(function)
-        raise TypeError(
-            f"`{name}` has no positional parameter to take the batch size. Make it the first one: "
-            f"`def {name}(batch_size, …)`."
-        )
-    return signature
-
-
-def _positional(parameters: list[inspect.Parameter]) -> int:
-    return sum(
-        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters
-    )
-
-
-def _passed_in(
-    function: Any,
-    first: inspect.Parameter,
-    others: list[inspect.Parameter],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> str:
-    """What to say to a caller that passes the batch size, or too much; with the right call spelled out."""
-    name = _name(function)
-    by_name = first.name in kwargs
-    rest = args if by_name else args[1:]
-    names = [parameter.name for parameter in others]
-    given = [f"{key}={_short(value)}" for key, value in zip(names, rest, strict=False)]
-    given += [f"{key}={_short(value)}" for key, value in kwargs.items() if key != first.name]
-    how = f"by name ({first.name}=)" if by_name else "as the first argument"
-    return (
-        f"Batch size was passed into `{name}` {how} when called. "
-        f"Remove this as the decorator already does so: `{name}({', '.join(given)})`"
-    )
-
-
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= 40 and "\n" not in text else f"<{type(value).__name__}>"
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)

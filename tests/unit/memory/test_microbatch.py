@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from lockstep import Accelerator
 from lockstep.errors import ConfigError, NumericsError, OutOfMemory, UsageError
 from lockstep.memory.microbatch import split_rows
+from tests.distributed.test_numerics_ranks import Net
 
 pytestmark = pytest.mark.usefixtures("alone")
 Pair = namedtuple("Pair", ["x", "y"])
@@ -208,24 +209,15 @@ def test_one_sample_that_does_not_fit() -> None:
 # --- bad numbers -------------------------------------------------------------------------------------------------
 
 
-class Divides(nn.Module):
-    """Its ``middle`` gets an infinity where the data has a zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.middle, self.last = nn.Linear(1, 4), nn.Identity(), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x) / (x != 0)))
-
-
 def with_a_zero(policy: str, *, limit: int | None = 2, short: bool = False, **options: Any) -> tuple[nn.Module, Any]:
-    """Batches of 4 in parts, the second with a zero in sample 6; ``short`` runs out after its parts of 2 were seen."""
+    """Batches of 4 in parts; sample 6, in the second, is a zero, of which ``Net.middle`` gets an infinity.
+
+    ``short`` runs out of memory in the backward of its part, as long as that has 2 samples.
+    """
     accelerator = Accelerator(cpu=True, nan_policy=policy, **options)
     values = torch.arange(1.0, 13.0).view(-1, 1)
     values[6] = 0.0
-    model = Divides()
+    model = Net()
     loader: DataLoader[Any] = DataLoader(values, batch_size=4)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
     accelerator.microbatch_size = limit
