@@ -34,6 +34,8 @@ class Plan:
     phase: str
     at: int = 0
     fits: int = 4
+    part: int | None = None
+    """Only in this part of a batch that is computed in several; None for any."""
     error: str = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
 
 
@@ -167,14 +169,16 @@ def train_in_parts(
     samples: int = SAMPLES,
     reproducible: bool = False,
     plain: bool = False,
+    limit: int | None = None,
 ) -> Parts:
     """Train with a batch of START on each rank; at micro-batch ``plan.at`` parts of more than ``plan.fits`` do not fit.
 
-    ``plain`` trains without ``auto_microbatch``.
+    ``plain`` trains without ``auto_microbatch``; ``limit`` has every batch begin in parts of so many samples.
     """
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, reproducible=reproducible)
     accelerator.free_memory()
     accelerator.gradient_accumulation_steps = accumulation
+    accelerator.microbatch_size = limit
     set_seed(3)
     net = Net()
     data = TensorDataset(torch.randn(samples, WIDTH), torch.randn(samples, WIDTH), torch.arange(samples))
@@ -184,8 +188,9 @@ def train_in_parts(
     seen, at = Parts(), 0
 
     def fault(phase: str, rows: int) -> None:
-        wanted = plan is not None and plan.at == at and rows > plan.fits
-        if wanted and plan is not None and (plan.rank, plan.phase) == (accelerator.process_index, phase):
+        if plan is None or (plan.rank, plan.phase, plan.at) != (accelerator.process_index, phase, at):
+            return
+        if rows > plan.fits and plan.part in (None, len(seen.sizes[-1]) - 1):
             raise Faked(plan.error)
 
     def compute_loss(part: dict[str, Any]) -> Tensor:
@@ -224,14 +229,24 @@ def every_place(world_size: int) -> list[Plan]:
     return once + [plan for plan in later if (plan.phase, plan.at) != ("loader", steps[-1])]
 
 
+def every_part(world_size: int, steps: int) -> list[Plan]:
+    """Each rank, in the forward and in the backward, at each micro-batch: at its first part, and at a later one."""
+    ranks, phases = range(world_size), ("forward", "backward")
+    whole = [Plan(rank, phase, at, 4) for rank in ranks for phase in phases for at in range(steps)]
+    return whole + [Plan(rank, phase, at, 2, part=1) for rank in ranks for phase in phases for at in range(steps)]
+
+
 def search_everywhere(plans: list[Plan], accumulation: int) -> list[Seen]:
     """A search for each plan, with one accelerator after the other in the same job."""
     return [search(plan, accumulation=accumulation) for plan in plans]
 
 
 def split_everywhere(plans: list[Plan], accumulation: int, **options: Any) -> list[Parts]:
-    """The same in micro-batches."""
-    return [train_in_parts(plan, accumulation=accumulation, **options) for plan in plans]
+    """The same in micro-batches; a plan for a later part is one for a batch that begins in halves."""
+    return [
+        train_in_parts(plan, accumulation=accumulation, limit=None if plan.part is None else START // 2, **options)
+        for plan in plans
+    ]
 
 
 def furthest(mine: list[Tensor], others: list[Tensor]) -> float:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-from lockstep import Accelerator, find_executable_batch_size
-from lockstep.testing import Ranks
+from lockstep import Accelerator, NumericsError, find_executable_batch_size
+from lockstep.testing import Ranks, run_ranks
 from tests.faults import blocked, exhausted
 from tests.faults.exhausted import Plan, furthest
 from tests.faults.jobs import Job, Result, run
@@ -40,6 +44,23 @@ def check_search(
             assert set(seen.alive) == {0}, f"{told}: what the failed attempt held is still there"
             assert seen.same_accelerator, told
             assert furthest(seen.weights, whole.weights) < CLOSE, told
+
+
+def check_parts(pool: Ranks, plans: list[Plan], accumulation: int, **options: Any) -> None:
+    whole = pool.run(exhausted.train_in_parts, None, accumulation=accumulation, plain=True, **options)
+    for rank, parts_by_plan in enumerate(pool.run(exhausted.split_everywhere, plans, accumulation, **options)):
+        for plan, parts in zip(plans, parts_by_plan, strict=True):
+            told = f"{plan}, seen by rank {rank}"
+            assert furthest(parts.weights, whole[rank].weights) < CLOSE, told
+            assert parts.losses == pytest.approx(whole[rank].losses, abs=1e-5), told
+            assert parts.samples == whole[rank].samples, told
+            begins = exhausted.START if plan.part is None else exhausted.START // 2
+            rows = whole[plan.rank].sizes[plan.at][0]  # the last batch may be small enough
+            fails = rows > plan.fits if plan.part is None else rows > begins
+            limit = {4: 4, 3: 2, 2: 2, 1: 1}[plan.fits]
+            assert parts.limit == (limit if fails else None if plan.part is None else begins), told
+            assert max(parts.sizes[plan.at][-2:]) <= (limit if fails else begins), told
+            assert {size for sizes in parts.sizes[: plan.at] for size in sizes} <= {begins}, told
 
 
 # --- the search --------------------------------------------------------------------------------------------------
@@ -76,6 +97,31 @@ def test_going_up_again(pool: Ranks) -> None:
         assert 40 <= seen.sizes[-1] <= 45
         assert len(seen.sizes) < 10
         assert set(seen.alive) == {0}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown_bar() -> str:
+    accelerator = Accelerator(cpu=True)
+
+    @find_executable_batch_size(starting_batch_size=16, search="binary")
+    def inner(size: int) -> None:
+        accelerator.wait_for_everyone()
+        if size > 9 and accelerator.process_index == 1:
+            raise MemoryError
+
+    with redirect_stderr(Terminal()) as read:
+        inner()
+    return read.getvalue()
+
+
+def test_the_main_process_alone_shows_a_bar(pool: Ranks) -> None:
+    first, second = pool.run(shown_bar)
+    assert "batch size: attempt 3 of at most 5, trying 11 (8 fits, 16 does not)" in first
+    assert "attempt" not in second
 
 
 def test_going_up_again_with_the_effective_batch_kept(pool: Ranks) -> None:
@@ -129,25 +175,13 @@ def test_all_ranks_take_rank_0s_next_size_and_the_same_first_one(pool: Ranks) ->
 # --- micro-batches -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("accumulation", "options"), [(1, {}), (2, {}), (1, {"samples": 60}), (2, {"samples": 60, "reproducible": True})]
-)
+UNEVEN = [(1, {}), (2, {}), (1, {"samples": 60}), (2, {"samples": 60, "reproducible": True})]
+
+
+@pytest.mark.parametrize(("accumulation", "options"), UNEVEN)
 def test_a_batch_is_split_on_all_ranks(pool: Ranks, accumulation: int, options: dict[str, Any]) -> None:
-    plans = [Plan(rank, phase, at, 4) for rank in (0, 1) for phase in ("forward", "backward") for at in range(4)]
-    plans += [Plan(0, "backward", 1, 1), Plan(1, "forward", 2, 3)]
-    whole = pool.run(exhausted.train_in_parts, None, accumulation=accumulation, plain=True, **options)
-    results = pool.run(exhausted.split_everywhere, plans, accumulation, **options)
-    for rank, parts_by_plan in enumerate(results):
-        for plan, parts in zip(plans, parts_by_plan, strict=True):
-            told = f"{plan}, seen by rank {rank}"
-            assert furthest(parts.weights, whole[rank].weights) < CLOSE, told
-            assert parts.losses == pytest.approx(whole[rank].losses, abs=1e-5), told
-            assert parts.samples == whole[rank].samples, told
-            fails = whole[plan.rank].sizes[plan.at][0] > plan.fits  # the last batch may be small enough
-            limit = {4: 4, 3: 2, 1: 1}[plan.fits]
-            assert parts.limit == (limit if fails else None), told
-            assert max(parts.sizes[plan.at][-2:]) <= (limit if fails else exhausted.START), told
-            assert parts.sizes[: plan.at] == [[exhausted.START]] * plan.at, told
+    plans = [plan for plan in exhausted.every_part(2, 4) if plan.part is None or accumulation == 2]
+    check_parts(pool, [*plans, Plan(0, "backward", 1, 1), Plan(1, "forward", 2, 3)], accumulation, **options)
 
 
 def test_without_a_lack_of_memory_it_is_the_plain_training(pool: Ranks) -> None:
@@ -182,7 +216,7 @@ def refusals() -> list[str]:
     accelerator.free_memory()
     model = accelerator.prepare(torch.nn.Linear(4, 4))
 
-    def never(part: torch.Tensor) -> torch.Tensor:
+    def never(part: Tensor) -> Tensor:
         if accelerator.process_index == 1:
             raise MemoryError
         return model(part).mean()
@@ -199,6 +233,70 @@ def test_what_cannot_be_split_is_refused_on_all(pool: Ranks) -> None:
         assert "SyncBatchNorm needs all ranks" in sync
         assert "no tensor of this batch" in nothing
         assert "even parts of 1 sample do not fit: rank 1 ran out of memory" in never
+
+
+def with_a_zero(policy: str) -> tuple[list[bool], list[Tensor], str]:
+    """Rank 1's second batch has a zero in its third sample, of which the model makes an infinity; and is too large."""
+    accelerator = Accelerator(cpu=True, nan_policy=policy)
+    values = torch.arange(1.0, 25.0).view(-1, 1)
+    values[14] = 0.0
+    torch.manual_seed(0)
+    net = torch.nn.Linear(1, 1)
+    loader: DataLoader[Any] = DataLoader(values, batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.001), loader)
+    skipped, error = [], ""
+
+    def compute_loss(part: Tensor) -> Tensor:
+        if len(part) > 2 and 0.0 in part:
+            raise MemoryError
+        return model(1 / part).square().mean()
+
+    try:
+        for batch in loader:
+            accelerator.auto_microbatch(batch, compute_loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(accelerator.optimizer_step_was_skipped)
+    except NumericsError as caught:
+        error = str(caught)
+    return skipped, [parameter.detach() for parameter in net.parameters()], error
+
+
+def test_a_bad_loss_of_a_part_drops_the_update_on_all_ranks() -> None:
+    outcomes = run_ranks(with_a_zero, 2, "skip", on_failure="collect")
+    assert [outcome.error_text for outcome in outcomes] == ["", ""]
+    (skipped, weights, _), (others_skipped, others_weights, _) = (outcome.value for outcome in outcomes)
+    assert skipped == others_skipped == [False, True, False]
+    assert furthest(weights, others_weights) == 0
+    assert all(bool(weight.isfinite().all()) for weight in weights)
+    told = [text for outcome in outcomes for text in outcome.output.split("WARNING ") if "nan_policy='skip'" in text]
+    assert len(told) == 1
+    assert "the update is dropped on all ranks" in told[0]
+    assert "rank 1: the loss is inf, samples 14, 15" in told[0]
+    assert "rank 0:" not in told[0]
+
+
+def test_a_bad_loss_of_a_part_is_told_or_stops_all_ranks() -> None:
+    outcomes = run_ranks(with_a_zero, 2, "warn", on_failure="collect")
+    assert [outcome.output.count("lockstep.numerics: ") for outcome in outcomes] == [0, 1]
+    assert "Update 2, rank 1: the loss is inf, samples 14, 15." in outcomes[1].output
+    (skipped, _, error), (others_skipped, _, others_error) = run_ranks(with_a_zero, 2, "stop")
+    assert skipped == others_skipped == [False]
+    assert error == others_error
+    assert "rank 1: the loss is inf, samples 14, 15" in error
+
+
+# --- four ranks --------------------------------------------------------------------------------------------------
+
+
+def test_four_ranks_recover_together() -> None:
+    """Every rank once, in different phases and micro-steps; the soak tests have every combination."""
+    with Ranks(4, timeout=90.0, env=blocked.QUICK_NAMES) as four:
+        plans = [Plan(0, "step", 1), Plan(1, "loader"), Plan(2, "backward", 1), Plan(3, "forward")]
+        whole = four.run(exhausted.search, None, accumulation=2)[0]
+        check_search(plans, four.run(exhausted.search_everywhere, plans, 2), whole, 2)
+        plans = [Plan(rank, phase, rank % 2) for rank, phase in enumerate(("forward", "backward") * 2)]
+        check_parts(four, [*plans, Plan(3, "backward", 1, 2, part=1)], 2)
 
 
 # --- the guard and the last words --------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 import traceback
 from collections.abc import Callable
@@ -18,13 +17,14 @@ from lockstep.comm.rng import States
 from lockstep.config import env
 from lockstep.errors import ConfigError, OutOfMemory, PeerFailure, UsageError
 from lockstep.logging import get_notices
+from lockstep.memory.asked import check_function, passed_in, positional, read_margin, read_search
+from lockstep.memory.bar import SearchBar
 from lockstep.memory.freeing import clear_device_cache
 from lockstep.memory.recognise import describe, is_out_of_memory
 from lockstep.memory.sizes import check_size
 from lockstep.topology import current, environments
 from lockstep.topology.group import Group
 
-SEARCHES = ("halving", "binary")
 TRIAL_UPDATES = 2
 """Updates after which a trial is broken off: the first makes the optimizer's state, so the second shows the peak."""
 MAX_TRIALS = 8
@@ -59,8 +59,8 @@ def find_executable_batch_size(
         start=check_size(starting_batch_size, "starting_batch_size"),
         reduce=reduce_batch_size_fn,
         keep_effective=keep_effective_batch,
-        binary=_search(search, reduce_batch_size_fn),
-        margin=_margin(margin),
+        binary=read_search(search, reduce_batch_size_fn),
+        margin=read_margin(margin),
     )
     if function is None:
         return functools.partial(_decorate, options=options)
@@ -93,14 +93,14 @@ class Prepared(Protocol):
 
 
 def _decorate(function: Callable[..., Any], *, options: _Options) -> Callable[..., Any]:
-    signature = _check_function(function)
+    signature = check_function(function)
     first, *others = signature.parameters.values()
     takes_more = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in (first, *others))
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if first.name in kwargs or (not takes_more and len(args) > _positional(others)):
-            raise TypeError(_passed_in(function, first, others, args, kwargs))
+        if first.name in kwargs or (not takes_more and len(args) > positional(others)):
+            raise TypeError(passed_in(function, first, others, args, kwargs))
         return _Search(functools.partial(_call, function, args, kwargs), options).run()
 
     if first.kind is not first.VAR_POSITIONAL:
@@ -140,6 +140,7 @@ class _Search:
         self._trace = ""
         self._random = States.of(self._device)
         self._notices = get_notices("lockstep.memory")
+        self._bar = SearchBar(shown=self._group is None or self._group.rank == 0)
 
     def run(self) -> Any:
         self._check_place()
@@ -149,7 +150,10 @@ class _Search:
         if not isinstance(outcome, _RanOut):
             return outcome
         if self._options.binary:
-            size = self._largest_that_fits(size, outcome)
+            try:
+                size = self._largest_that_fits(size, outcome)
+            finally:
+                self._bar.close()
             outcome = self._attempt(size)
         while isinstance(outcome, _RanOut):  # in "binary" as well: a trial does not see all that a training does
             size = self._smaller(size, outcome)
@@ -304,23 +308,30 @@ class _Search:
         while isinstance(outcome, _RanOut):
             failing = size
             size = self._smaller(size, outcome)
-            outcome = self._attempt(size, trial=True)
+            outcome = self._try_out(size, None, failing, size.bit_length() + MAX_TRIALS)
         fits = size
         for trial in range(1, MAX_TRIALS + 1):
-            ceiling = max(fits, int(failing * (1 - self._options.margin)))
+            ceiling = max(fits, min(failing - 1, int(failing * (1 - self._options.margin))))
             size = self._between(fits, ceiling)
             if size == fits:
                 break
-            self._notices.info(f"batch size {fits} fits; trial {trial} of at most {MAX_TRIALS}: {size}")
-            outcome = self._attempt(size, trial=True)
+            self._inform(f"batch size {fits} fits; trial {trial} of at most {MAX_TRIALS}: {size}")
+            # Each trial halves what is between, so there may be fewer to come than are allowed.
+            left = min(MAX_TRIALS + 1 - trial, (ceiling - fits).bit_length())
+            outcome = self._try_out(size, fits, failing, left)
             if isinstance(outcome, _RanOut):
                 failing = size
-                self._notices.info(f"batch size {size} does not fit: {_who(outcome)}")
+                self._inform(f"batch size {size} does not fit: {_who(outcome)}")
             else:
                 fits = size
         fits = min(fits, max(self._between(0, int(failing * (1 - self._options.margin)), top=True), 1))
-        self._notices.info(f"batch size {fits}{self._accumulating(fits)}: {failing} does not fit. Running to the end")
+        self._inform(f"batch size {fits}{self._accumulating(fits)}: {failing} does not fit. Running to the end")
         return fits
+
+    def _try_out(self, size: int, fits: int | None, failing: int, left: int) -> Any:
+        """Called on: all ranks. A trial, shown as one of ``left`` at most."""
+        self._bar.trying(size, done=len(self._tried), left=left, fits=fits, failing=failing)
+        return self._attempt(size, trial=True)
 
     def _between(self, low: int, high: int, *, top: bool = False) -> int:
         """A size above ``low`` and up to ``high``, near the middle (or the highest); ``low`` when there is none."""
@@ -332,7 +343,12 @@ class _Search:
     # --- telling -----------------------------------------------------------------------------------------------
 
     def _say(self, size: int, ran_out: _RanOut, then: str) -> None:
-        self._notices.warning(f"batch size {size} does not fit: {_who(ran_out)}; {then}")
+        with self._bar.aside():
+            self._notices.warning(f"batch size {size} does not fit: {_who(ran_out)}; {then}")
+
+    def _inform(self, text: str) -> None:
+        with self._bar.aside():
+            self._notices.info(text)
 
     def _accumulating(self, size: int) -> str:
         if not self._options.keep_effective:
@@ -359,76 +375,3 @@ def _who(ran_out: _RanOut) -> str:
 
 def _divisors(number: int) -> list[int]:
     return [other for other in range(1, number + 1) if number % other == 0]
-
-
-# --- what was asked for ------------------------------------------------------------------------------------------
-
-
-def _search(value: str, reduce: Any) -> bool:
-    if value not in SEARCHES:
-        raise ConfigError(f"search={value!r} is not known. Allowed: {', '.join(map(repr, SEARCHES))}.")
-    if reduce is not None and not callable(reduce):
-        raise ConfigError(f"reduce_batch_size_fn={reduce!r} cannot be called. Give a function without parameters.")
-    return value == "binary"
-
-
-def _margin(value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise ConfigError(f"margin={value!r} must be a number from 0 to below 1.")
-    return float(value)
-
-
-def _check_function(function: Any) -> inspect.Signature:
-    if not callable(function):
-        raise TypeError(
-            f"find_executable_batch_size({function!r}): this is no function. Give the starting size by name: "
-            "find_executable_batch_size(starting_batch_size=…)."
-        )
-    signature = inspect.signature(function)
-    first = next(iter(signature.parameters.values()), None)
-    if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
-        name = _name(function)
-        raise TypeError(
-            f"`{name}` has no positional parameter to take the batch size. Make it the first one: "
-            f"`def {name}(batch_size, …)`."
-        )
-    return signature
-
-
-def _positional(parameters: list[inspect.Parameter]) -> int:
-    return sum(
-        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters
-    )
-
-
-def _passed_in(
-    function: Any,
-    first: inspect.Parameter,
-    others: list[inspect.Parameter],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> str:
-    """What to say to a caller that passes the batch size, or too much; with the right call spelled out."""
-    name = _name(function)
-    by_name = first.name in kwargs
-    rest = args if by_name else args[1:]
-    names = [parameter.name for parameter in others]
-    given = [f"{key}={_short(value)}" for key, value in zip(names, rest, strict=False)]
-    given += [f"{key}={_short(value)}" for key, value in kwargs.items() if key != first.name]
-    how = f"by name ({first.name}=)" if by_name else "as the first argument"
-    return (
-        f"Batch size was passed into `{name}` {how} when called. "
-        f"Remove this as the decorator already does so: `{name}({', '.join(given)})`"
-    )
-
-
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= 40 and "\n" not in text else f"<{type(value).__name__}>"
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)

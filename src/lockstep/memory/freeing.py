@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,9 +20,15 @@ from lockstep.topology.memory import empty_cache
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give the device's cached memory back; with ``garbage_collection``, first collect what nobody refers to."""
+    """Give the device's cached memory back; with ``garbage_collection``, first collect what nobody refers to.
+
+    Then the host's allocator gives back as well what it keeps of freed memory, where it is glibc's.
+    """
     if garbage_collection:
         empty_cache()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
     elif torch.accelerator.is_available():
         torch.accelerator.memory.empty_cache()
 

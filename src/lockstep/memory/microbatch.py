@@ -35,10 +35,13 @@ class Host(Protocol):
     _strategy: Any
     _models: list[nn.Module]
     _microbatch_size: int | None
+    _watch: Any
 
     def _parameters(self) -> list[Tensor]: ...
 
     def _scaled_up(self, loss: Tensor) -> Tensor: ...
+
+    def _watched_part(self, loss: Tensor, rows: slice, of: int) -> Tensor: ...
 
     def _items_of_batch(self) -> int | None: ...
 
@@ -79,6 +82,7 @@ class _Batch:
         self._compute_loss = compute_loss
         self._items = items
         self._parameters = host._parameters()
+        self._seen = host._watch and host._watch.mark()
 
     def run(self) -> Tensor:
         host, group = self._host, self._group
@@ -96,6 +100,8 @@ class _Batch:
             if not any(ran_out for ran_out, _ in everyone):
                 break
             self._drop_gradients()
+            if host._watch is not None:
+                host._watch.forget_since(self._seen)  # a bad loss, and the parts' inputs
             self._shrink(everyone, error, before)
             clear_device_cache(garbage_collection=True)
             random.restore(group.device)
@@ -105,6 +111,8 @@ class _Batch:
         if accumulation.sync_gradients:
             host._strategy.average(host._models)
             host._complete_update(weighted)
+        if host._watch is not None and host._watch.pending:
+            host._watch.tell()
         assert loss is not None
         return loss
 
@@ -135,8 +143,9 @@ class _Batch:
                     continue  # a mean over nothing is no number
             loss = self._compute_loss(part)
             _check_loss(loss)
-            self._host._scaled_up(loss * (share * scale)).backward()
             total += loss.detach() * share
+            loss = self._host._watched_part(loss, rows, self._rows)
+            self._host._scaled_up(loss * (share * scale)).backward()
             del loss
         return total
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -22,6 +23,8 @@ class MemoryTools:
     _watch_only: Callable[[list[nn.Module]], None]
     _accumulation: Any
     _scaler: Any
+    _watch: Any
+    _current_round: Callable[[], Any]
     _record: Any
     _on_update: Callable[[], None] | None = None
     _given_up: Iterable[nn.Module] = ()
@@ -64,6 +67,14 @@ class MemoryTools:
     def _scaled_up(self, loss: Tensor) -> Tensor:
         """The loss with fp16's scale, where there is one."""
         return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def _watched_part(self, loss: Tensor, rows: slice, of: int) -> Tensor:
+        """The loss of some rows of a batch as ``nan_policy`` wants it for the backward."""
+        if self._watch is None:
+            return loss
+        now = self._current_round()
+        # Rows are samples only where the batch is the loader's.
+        return self._watch.loss(loss, replace(now, ids=now.ids[rows]) if now and len(now.ids) == of else None)
 
     def _mark_prepared(self) -> tuple[list[Any], ...]:
         """What is prepared so far, and the loaders that are being iterated."""

@@ -29,6 +29,8 @@ from lockstep.topology.group import Group
 if TYPE_CHECKING:
     from lockstep.numerics.hits import Teller
 
+Mark = tuple[Any, ...]
+"""What a watch has seen of an update; opaque to others."""
 _KEPT = 4
 """Forwards remembered where updates are looked at; else it is the last one, and one more where that is a step late."""
 _LOSSES = 64
@@ -115,26 +117,40 @@ class Watch:
         self._bad_loss = self._norm = None
         self.pending = False
 
-    def loss(self, loss: Tensor) -> Tensor:
-        """Look at a loss; the loss for backward, which is NaN in every part if the update is not to be made."""
+    def loss(self, loss: Tensor, samples: Any = None) -> Tensor:
+        """Look at a loss; the loss for backward, which is NaN in every part if the update is not to be made.
+
+        ``samples`` are those it is of, where they are not the whole batch.
+        """
         if self._late is not None:
-            return self._unread(loss)
+            return self._unread(loss, samples)
         value = loss.item() if loss.numel() == 1 else loss.detach().sum().item()
         if math.isfinite(value):
             return loss
         self._bad_loss = self._bad_loss or (
-            f"the loss is {value}", self._around.samples(), list(self._recent)[-1:]
+            f"the loss is {value}", samples or self._around.samples(), list(self._recent)[-1:]
         )  # fmt: skip
         self.pending = 0 if self._updating else self._around.update() + 1
         return loss * math.nan if self._updating else loss
 
-    def _unread(self, loss: Tensor) -> Tensor:
+    def mark(self) -> Mark:
+        """What was seen so far of the update."""
+        return self._bad_loss, self.pending, list(self._losses), list(self._recent)
+
+    def forget_since(self, mark: Mark) -> None:
+        """Forget what was seen since then: it is computed again, and counts only as it comes out then."""
+        self._bad_loss, self.pending, losses, forwards = mark
+        for kept, before in ((self._losses, losses), (self._recent, forwards)):
+            kept.clear()
+            kept.extend(before)
+
+    def _unread(self, loss: Tensor, samples: Any) -> Tensor:
         """The same without reading it, where that would make the device wait."""
         if not self._updating:
-            self._look_later("the loss", loss)
+            self._look_later("the loss", loss, samples)
             return loss
         value = loss.detach()
-        self._losses.append((value, self._around.samples(), list(self._recent)[-1:]))
+        self._losses.append((value, samples or self._around.samples(), list(self._recent)[-1:]))
         return loss * (value * 0 + 1)  # 1, or NaN if the loss is not finite
 
     def _read_losses(self) -> None:
@@ -214,13 +230,13 @@ class Watch:
             return norm[0].item()
         return gradient_screen([parameter.grad for parameter in parameters if parameter.grad is not None])
 
-    def _look_later(self, what: str, value: Tensor) -> None:
+    def _look_later(self, what: str, value: Tensor, samples: Any = None) -> None:
         if self._late is not None:
             for bad in self._late.ready():
                 self._teller.warn(
                     self._around.update(), f"{bad.what} was {bad.value} a step ago", bad.samples, bad.forwards
                 )
-            self._late.put(what, value, self._around.samples(), list(self._recent)[-1:])
+            self._late.put(what, value, samples or self._around.samples(), list(self._recent)[-1:])
 
 
 def gradient_screen(gradients: Sequence[Tensor]) -> float:

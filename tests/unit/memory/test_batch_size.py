@@ -190,6 +190,13 @@ def test_going_up_finds_what_fits_within_the_margin(start: int, data: st.DataObj
     assert len(tried) <= start.bit_length() + 10
 
 
+@pytest.mark.parametrize("limit", [1, 44, 45, 46, 62, 63])
+def test_without_a_margin_no_size_is_tried_that_is_known_not_to_fit(limit: int) -> None:
+    tried: list[int] = []
+    assert fits(limit, tried, starting_batch_size=64, search="binary", margin=0)() == limit
+    assert len(set(tried[:-1])) == len(tried) - 1
+
+
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(start=st.integers(2, 500), data=st.data())
 def test_with_the_effective_batch_kept_sizes_are_divisors(start: int, data: st.DataObject) -> None:

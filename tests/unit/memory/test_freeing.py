@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import resource
 import weakref
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -24,6 +26,17 @@ def test_released_objects_are_gone() -> None:
     assert model is None
     assert optimizer is None
     assert gone() is None
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this allocator is not glibc's")
+def test_what_the_hosts_allocator_keeps_is_given_back() -> None:
+    held = [torch.ones(25_000) for _ in range(1000)]  # below the size from which each block has a mapping of its own
+    last = torch.ones(25_000)  # what lies below it cannot be cut off
+    full = psutil.Process().memory_info().rss
+    (held,) = release_memory(held)  # type: ignore[assignment]
+    clear_device_cache(garbage_collection=True)
+    assert full - psutil.Process().memory_info().rss > 80 * 1_000_000
+    assert len(last) == 25_000
 
 
 def test_the_cache_can_be_cleared_with_and_without_collecting() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lockstep import Accelerator
-from lockstep.errors import ConfigError, OutOfMemory, UsageError
+from lockstep.errors import ConfigError, NumericsError, OutOfMemory, UsageError
 from lockstep.memory.microbatch import split_rows
+from tests.distributed.test_numerics_ranks import Net
 
 pytestmark = pytest.mark.usefixtures("alone")
 Pair = namedtuple("Pair", ["x", "y"])
@@ -201,3 +204,101 @@ def test_one_sample_that_does_not_fit() -> None:
 
     with pytest.raises(OutOfMemory, match=r"even parts of 1 sample do not fit: rank 0 ran out of memory \(tried"):
         accelerator.auto_microbatch(torch.ones(2, 1), compute_loss)
+
+
+# --- bad numbers -------------------------------------------------------------------------------------------------
+
+
+def with_a_zero(policy: str, *, limit: int | None = 2, short: bool = False, **options: Any) -> tuple[nn.Module, Any]:
+    """Batches of 4 in parts; sample 6, in the second, is a zero, of which ``Net.middle`` gets an infinity.
+
+    ``short`` runs out of memory in the backward of its part, as long as that has 2 samples.
+    """
+    accelerator = Accelerator(cpu=True, nan_policy=policy, **options)
+    values = torch.arange(1.0, 13.0).view(-1, 1)
+    values[6] = 0.0
+    model = Net()
+    loader: DataLoader[Any] = DataLoader(values, batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+    accelerator.microbatch_size = limit
+    skipped, losses, parts = [], [], []
+
+    def compute_loss(part: Tensor) -> Tensor:
+        parts.append(part.flatten().tolist())
+        loss = model(part).square().mean()
+        if short and len(part) == 2 and 0.0 in part:
+            loss.register_hook(lambda _: (_ for _ in ()).throw(MemoryError()))
+        return loss
+
+    for batch in loader:
+        with accelerator.accumulate(model):
+            losses.append(float(accelerator.auto_microbatch(batch, compute_loss)))
+            optimizer.step()
+            optimizer.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+    return model, (skipped, losses, parts)
+
+
+def told(log: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in log.records if record.name == "lockstep.numerics"]
+
+
+def finite(model: nn.Module) -> bool:
+    return all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("limit", "samples"), [(None, "samples 4, 5, 6, 7"), (2, "samples 6, 7"), (1, "sample 6")])
+def test_a_bad_loss_of_a_part_is_told_with_its_samples(
+    limit: int | None, samples: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, (skipped, losses, _) = with_a_zero("warn", limit=limit)
+    (line,) = told(caplog)
+    assert line.startswith(f"Update 2, the loss is nan, {samples}.\n")
+    assert "in input[0] of middle (Identity)" in line
+    assert skipped == [False] * 3
+    assert [math.isnan(loss) for loss in losses] == [False, True, True]
+    assert not finite(model)
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_skip_drops_the_update_of_a_bad_part(short: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, (skipped, losses, parts) = with_a_zero("skip", short=short)
+    assert skipped == [False, True, False]
+    assert finite(model)
+    (line,) = told(caplog)
+    # Where the part was computed again in smaller ones, those are named.
+    assert f"the update is dropped.\nthe loss is nan, {'sample 6' if short else 'samples 6, 7'}\n" in line
+    assert ([0.0] in parts) == short
+    assert math.isnan(losses[1])
+
+
+def test_a_bad_part_spoils_its_window_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    model, (skipped, *_) = with_a_zero("skip", gradient_accumulation_steps=2)
+    assert skipped == [False, True, False]
+    assert finite(model)
+    assert "the gradient of update 1 is nan" in told(caplog)[0]
+
+
+def test_stop_ends_at_a_bad_part() -> None:
+    with pytest.raises(NumericsError, match=r"(?s)nan_policy='stop': .*update 2.*samples 6, 7.*middle \(Identity\)"):
+        with_a_zero("stop")
+
+
+def test_what_an_attempt_saw_that_ran_out_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, nan_policy="skip")
+    net = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    accelerator.microbatch_size = 2
+    seen: list[int] = []
+
+    def compute_loss(part: Tensor) -> Tensor:
+        seen.append(len(part))
+        if seen == [2, 2]:
+            raise MemoryError
+        return model(part).mean() + (math.inf if len(part) == 2 else 0.0)
+
+    accelerator.auto_microbatch(torch.ones(4, 1), compute_loss)
+    optimizer.step()
+    assert seen == [2, 2, 1, 1, 1, 1]
+    assert not accelerator.optimizer_step_was_skipped
+    assert told(caplog) == []
