@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -99,3 +100,44 @@ def compiled_afterwards() -> list[float]:
 def test_a_prepared_model_can_be_compiled(pool: Ranks) -> None:
     for weights in pool.run(compiled_afterwards):
         assert weights == pytest.approx([0.55, 0.55])
+
+
+class Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+        self.began: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.began.append(time.monotonic())
+        return self.inner(x)
+
+
+def around_new_buckets(late: int) -> tuple[list[float], list[float]]:
+    """When each forward began, and when DDP was done with what it does ahead of it, slowly so on one rank."""
+    accelerator = Accelerator(cpu=True)
+    net, done = Noting(), []
+    model = accelerator.prepare(net)
+    plain = DistributedDataParallel._pre_forward
+
+    def slow(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if accelerator.process_index == late:
+            time.sleep(0.5)
+        made = plain(self, *inputs, **kwargs)
+        done.append(time.monotonic())
+        return made
+
+    DistributedDataParallel._pre_forward = slow
+    try:
+        for _ in range(3):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+    finally:
+        DistributedDataParallel._pre_forward = plain
+    return net.began, done
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_no_rank_goes_on_before_all_have_new_buckets(pool: Ranks, late: int) -> None:
+    # DDP agrees on them ahead of the second forward, in a call that cannot be left should a rank fail meanwhile.
+    results = pool.run(around_new_buckets, late)
+    assert min(began[1] for began, _ in results) >= max(done[1] for _, done in results)

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import trees
 from lockstep.comm.objects import all_objects
@@ -53,8 +52,7 @@ class DDP:
         self._topology = topology
         self._group = group
         self._options = options
-        self._wrapped: WeakSet[DistributedDataParallel] = WeakSet()
-        self._meetings: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+        self._wrapped: WeakSet[Replica] = WeakSet()
         self._averages = Averages()
         # DDP's exchange of used parameters may be pending in what a failed backward left: that then holds the group's
         # last reference, and its end would wait for threads that wait for the GIL.
@@ -127,8 +125,8 @@ class DDP:
         sockets are shut, and should gloo miss it (it does, at times, while data is moving), its processes are ended.
         """
         hook, state = _compression(self._group, self._options)
-        if wrapped in self._meetings:
-            self._meetings.pop(wrapped).remove()  # one of the generation before
+        if isinstance(wrapped, Replica):  # a script's own DDP can be joined, and is not prepared
+            wrapped.meet_at_next_forward(None)  # what was planned in the generation before
         if self._topology.device.type == "cpu" and (armed or self._group.armed or hook is not None):
             reference = weakref.ref(wrapped)  # torch would never let go of a model that its own hook holds
             average = _averaging(
@@ -149,7 +147,7 @@ class DDP:
             if not wrapped._comm_hooks:
                 self._hook(wrapped)
 
-    def _meet_after_backward(self, wrapped: DistributedDataParallel) -> None:
+    def _meet_after_backward(self, wrapped: Replica) -> None:
         """Have all ranks meet once after the first backward that averages; with a hook, that sees to it."""
         reference = weakref.ref(wrapped)
 
@@ -165,22 +163,16 @@ class DDP:
         handle = parameter.register_post_accumulate_grad_hook(arrived)
 
     def _meet_once(self, wrapped: DistributedDataParallel | None) -> None:
-        """Have all ranks meet before the next forward.
+        """Have all ranks meet around what DDP does before the next forward.
 
         In the forward after the first backward DDP lets the ranks agree on new buckets, in a call that cannot be left
-        for certain. So each rank first sees, in a way that can, that the others are there.
+        for certain. So each rank first sees, in a way that can, that the others are there; and none goes on to the
+        model, in which it can fail, before all have come out of it.
         """
-        if wrapped is None or (self._options.find_unused_parameters and not self._options.static_graph):
-            return  # then DDP keeps its first buckets
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def meet(module: nn.Module, _: Any) -> None:
-            # In a join some ranks may run no forward any more. There it waits for the first one after it.
-            if torch.is_grad_enabled() and not _in_join(module):
-                self._group.barrier()
-                self._meetings.pop(module).remove()
-
-        self._meetings[wrapped] = wrapped.register_forward_pre_hook(meet)
+        # Then DDP keeps its first buckets.
+        kept = self._options.find_unused_parameters and not self._options.static_graph
+        if isinstance(wrapped, Replica) and not kept:
+            wrapped.meet_at_next_forward(self._group.barrier)
 
     def _meet_after_used_map(self, wrapped: DistributedDataParallel | None) -> None:
         """Have all ranks meet after DDP has exchanged which parameters were used.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.comm.profiled import being_profiled, is_as_known
 
 Note = Callable[[nn.Module, Any, Any], None]
-_OWN = ("averages", "_notes")
+_OWN = ("averages", "_notes", "_pre_forward")
 _SHORT = is_as_known(
     parallel.DistributedDataParallel.forward,
     "_pre_forward",
@@ -69,6 +70,28 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         handle = RemovableHandle(self._notes)
         self._notes[handle.id] = note
         return handle
+
+    def meet_at_next_forward(self, meet: Callable[[], None] | None) -> None:
+        """Call this before and after what DDP does ahead of the next forward that is trained on; None: do not."""
+        self.__dict__.pop("_pre_forward", None)
+        if meet is None:
+            return
+        reference = weakref.ref(self)
+
+        def around(*inputs: Any, **kwargs: Any) -> Any:
+            model = reference()
+            assert model is not None
+            # In a join some ranks may run no forward any more. There it waits for the first one after it.
+            if not torch.is_grad_enabled() or model._join_config.enable:
+                return type(model)._pre_forward(model, *inputs, **kwargs)
+            model.__dict__.pop("_pre_forward", None)
+            meet()
+            made = model._pre_forward(*inputs, **kwargs)
+            meet()
+            return made
+
+        # In place of the method, and not around it: this is for one call. A collective of ours cannot be traced.
+        self.__dict__["_pre_forward"] = torch.compiler.disable(around)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy is nobody's replica, and a saved one can be loaded where Lockstep is not installed.
