@@ -191,6 +191,7 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Memor
                 spell=_spell_samples,
                 update=lambda: self._updates,
                 folder=None if session.directory is None else session.directory.numerics,
+                number=self._number,
             ),
         )
         self._group.on_reform(self._start_again)

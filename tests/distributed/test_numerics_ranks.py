@@ -99,6 +99,29 @@ def test_a_warning_comes_from_the_rank_that_saw_it_first() -> None:
     assert "Update 3, rank 1: the loss is nan" in outcomes[1].value["reports"]["rank_1.txt"]  # kept with the run
 
 
+def one_after_the_other() -> list[str]:
+    """What two accelerators of one job say of their bad losses, the first of rank 0's batch, the second of rank 1's."""
+    told = []
+    for rank in (0, 1):
+        accelerator = Accelerator(nan_policy="stop")
+        net = nn.Linear(1, 1)
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        loss = model(torch.ones(1, 1)).sum()
+        accelerator.backward(loss * math.inf if accelerator.process_index == rank else loss)
+        try:
+            optimizer.step()
+        except NumericsError as caught:
+            told.append(str(caught))
+    return told
+
+
+def test_a_second_accelerator_does_not_repeat_what_the_first_has_found() -> None:
+    for first, second in run_ranks(one_after_the_other, 2):
+        assert "rank 0: the loss is" in first
+        assert "rank 1: the loss is" in second
+        assert "rank 0: the loss is" not in second
+
+
 def test_the_detector_ends_the_job_with_one_report() -> None:
     outcomes = run_ranks(train, 2, "warn", debug="underflow_overflow", on_failure="collect")
     assert [outcome.error_text for outcome in outcomes] == ["", ""]

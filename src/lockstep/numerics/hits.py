@@ -38,7 +38,7 @@ class Teller:
         self._hits += 1
         if self._hits == 1:
             # What one rank's batch has done reaches the others with the next update: they would tell of the same.
-            self._silent = claim(self._group, "warned") != self._group.rank
+            self._silent = claim(self._group, self._named("warned")) != self._group.rank
         if self._silent:
             return
         if self._hits == 1:
@@ -52,8 +52,12 @@ class Teller:
         self._hits += 1
         mine = self._finding(what, samples, forwards)
         if alone:
-            return f"{mine.headline()}\n{mine.report}", claim(self._group, f"alone{self._hits}") == self._group.rank
-        return put_together(self._group, f"hit{self._hits}", mine)
+            name = self._named(f"alone{self._hits}")
+            return f"{mine.headline()}\n{mine.report}", claim(self._group, name) == self._group.rank
+        return put_together(self._group, self._named(f"hit{self._hits}"), mine)
+
+    def _named(self, what: str) -> str:
+        return f"{self._around.number}/{what}"
 
     def log(self, text: str) -> None:
         """Tell it, and keep it with the run."""

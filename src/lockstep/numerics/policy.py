@@ -49,6 +49,8 @@ class Surroundings:
     """Updates so far."""
     folder: Path | None
     """Where reports are kept."""
+    number: int = 0
+    """Of the accelerator, among those of the process: the ranks' findings are put together by it."""
 
 
 class Watch:
