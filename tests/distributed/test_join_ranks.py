@@ -388,7 +388,8 @@ def traces() -> tuple[bool, bool, bool, list[str]]:
         if isinstance(value, (bool, tuple)) and name in attributes and attributes[name] != value
     ]
     added = set(model.__dict__) - set(attributes)
-    known = {"_authoritative_rank", "_divide_by_initial_world_size"}
+    # The last is the meeting planned for the first forward after the join.
+    known = {"_authoritative_rank", "_divide_by_initial_world_size", "_pre_forward"}
     return inside, even, warnings.filters == filters, sorted(added - known) + changed
 
 

@@ -87,6 +87,7 @@ def test_copies_and_pickles_are_torchs_own(pool: Ranks) -> None:
 def compiled_afterwards() -> list[float]:
     accelerator = Accelerator(cpu=True)
     net = nn.Linear(2, 1, bias=False)
+    net.register_buffer("shared", torch.zeros(1))  # which travels before each forward
     nn.init.ones_(net.weight)
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     quick = torch.compile(model, backend="eager")

@@ -25,7 +25,7 @@ from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.optim.accumulation import Accumulation
 from lockstep.strategies.averaging import average_gradients
 from lockstep.strategies.joining import Stateful, check_joinables, joined
-from lockstep.strategies.replica import Averages
+from lockstep.strategies.replica import Averages, untraced
 from lockstep.strategies.replica import DistributedDataParallel as Replica
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
@@ -89,8 +89,7 @@ class DDP:
         if on_host and not wrapped._comm_hooks:
             self._meet_after_backward(wrapped)
         if on_host and options.broadcast_buffers and next(model.buffers(), None) is not None:
-            # Should the model be compiled, this stays outside: a collective of ours cannot be traced.
-            wrapped.register_forward_pre_hook(torch.compiler.disable(self._share_buffers))
+            wrapped.register_forward_pre_hook(self._share_buffers)
         return wrapped
 
     def _expect_nothing(self) -> None:
@@ -109,7 +108,9 @@ class DDP:
 
     def _share_buffers(self, wrapped: nn.Module, _: Any) -> None:
         """Give every rank rank 0's buffers before a forward, when DDP would, but in a way that can be left."""
-        if wrapped.require_forward_param_sync and not _in_join(wrapped):
+        if torch.compiler.is_compiling():
+            untraced(self._share_buffers, wrapped, None)
+        elif wrapped.require_forward_param_sync and not _in_join(wrapped):
             leaves, signature = trees.flatten(list(wrapped.module.buffers()))  # type: ignore[union-attr]
             self._group.check("sharing buffers")
             number = self._group.box.enter("sharing buffers", signature, 2)

@@ -28,6 +28,15 @@ _SHORT = is_as_known(
 )
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+def untraced(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Do some work outside of what is being compiled: a collective of ours cannot be traced.
+
+    Torch's public way to this would load the compiler, and 100 MB with it, also where nothing is compiled.
+    """
+    return work(*args, **kwargs)
+
+
 class Averages:
     """Whether the next backward averages gradients, as far as forwards tell."""
 
@@ -79,6 +88,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         reference = weakref.ref(self)
 
         def around(*inputs: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return untraced(around, *inputs, **kwargs)
             model = reference()
             assert model is not None
             # In a join some ranks may run no forward any more. There it waits for the first one after it.
@@ -90,8 +101,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             meet()
             return made
 
-        # In place of the method, and not around it: this is for one call. A collective of ours cannot be traced.
-        self.__dict__["_pre_forward"] = torch.compiler.disable(around)
+        self.__dict__["_pre_forward"] = around  # in place of the method, and not around it: this is for one call
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy is nobody's replica, and a saved one can be loaded where Lockstep is not installed.

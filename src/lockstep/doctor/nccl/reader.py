@@ -23,7 +23,7 @@ _HEAD = 4096
 _BLOCK = 1 << 17
 _STRANGE = 0.1
 """Share of bytes that are in no text from which on a file is none. Colours and single bad letters stay far below."""
-_PACKED = {b"\x1f\x8b": "zcat", b"\x28\xb5\x2f\xfd": "zstdcat", b"BZh": "bzcat", b"\xfd7zXZ": "xzcat"}
+_PACKED = {b"\x1f\x8b": "zcat", b"\x28\xb5\x2f\xfd": "zstdcat", b"BZh91AY": "bzcat", b"\xfd7zXZ": "xzcat"}
 _CONTROL = bytes(set(range(32)) - {7, 8, 9, 10, 12, 13, 27}) + b"\x7f"
 
 Progress = Callable[[int], None]
