@@ -28,7 +28,7 @@ _SHORT = is_as_known(
 )
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def untraced(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Do some work outside of what is being compiled: a collective of ours cannot be traced.
 
