@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,6 @@ from pathlib import Path
 from lockstep.checkpoint import hashing, manifest
 from lockstep.checkpoint.commit import left_beside, numbered
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.once import FileOnce
 from lockstep.errors import CheckpointError
 
 
@@ -55,81 +54,37 @@ def _wrong_size(path: Path, size: int) -> str | None:
 
 
 class Checking:
-    """Hashing the files of a checkpoint in other threads, while this one reads them.
+    """Hashing the files of a checkpoint in other threads, while this one reads them."""
 
-    Of the files ``own``, which this thread reads from one end to the other, what is read is what is hashed.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        found: Manifest,
-        chunks: Sequence[hashing.Chunk],
-        pool: ThreadPoolExecutor,
-        own: Collection[str] = (),
-    ) -> None:
+    def __init__(self, path: Path, found: Manifest, chunks: Sequence[hashing.Chunk], pool: ThreadPoolExecutor) -> None:
         self._path, self._found = path, found
-        self._own: dict[str, FileOnce | None] = dict.fromkeys(own)
-        self._pending = [(chunk, pool.submit(self._check, chunk)) for chunk in chunks if chunk[0] not in self._own]
-
-    def open(self, path: Path) -> FileOnce | Path:
-        """What to read a file from."""
-        if path.name not in self._own:
-            return path
-        file = self._own[path.name] = FileOnce(path, self._found.chunk)
-        return file
+        self._pending = [(chunk, pool.submit(self._check, chunk)) for chunk in chunks]
 
     def _check(self, chunk: hashing.Chunk) -> str | None:
         name, number = chunk
-        path = self._path / name
+        path, found = self._path / name, self._found
         try:
-            mark = hashing.hash_chunk(path, number, self._found.chunk)
+            mark = hashing.hash_chunk(path, number, found.chunk)
         except OSError as error:
             return f"{path} cannot be read: {error.strerror or error}."
-        return self._compare(name, number, mark)
-
-    def _compare(self, name: str, number: int, mark: str) -> str | None:
-        entry, chunk = self._found.files[name], self._found.chunk
-        if mark == entry.chunks[number]:
+        if mark == found.files[name].chunks[number]:
             return None
-        first, last = number * chunk, min((number + 1) * chunk, entry.size)
-        return f"{self._path / name} is damaged: bytes {first} to {last} are not those that were written."
+        first, last = number * found.chunk, min((number + 1) * found.chunk, found.files[name].size)
+        return f"{path} is damaged: bytes {first} to {last} are not those that were written."
 
     def problems(self) -> list[str]:
         """What is wrong with each file that does not hash to what was written; nothing when all do."""
         wrong: dict[str, str] = {}
-        for name, file in self._own.items():
-            problem = self._finish(name, file)
-            if problem is not None:
-                wrong[name] = problem
         for (name, _), check in self._pending:
             problem = check.result()
             if problem is not None:
                 wrong.setdefault(name, problem)
         return list(wrong.values())
 
-    def _finish(self, name: str, file: FileOnce | None) -> str | None:
-        """Of a file that was read here, or would have been had nothing come between."""
-        try:
-            if file is None:
-                with FileOnce(self._path / name, self._found.chunk) as file:
-                    marks = file.finish()
-            else:
-                marks = file.finish()
-        except OSError as error:
-            return f"{self._path / name} cannot be read: {error.strerror or error}."
-        if len(marks) != len(self._found.files[name].chunks):
-            return f"{self._path / name} is damaged: its size has changed."
-        wrong = (self._compare(name, number, mark) for number, mark in enumerate(marks))
-        return next((problem for problem in wrong if problem is not None), None)
-
     def cancel(self) -> None:
         """Hash no more than is under way."""
         for _, check in self._pending:
             check.cancel()
-        for file in self._own.values():
-            if file is not None:
-                file.close()
 
 
 def verify(path: Path, threads: int | None = None) -> list[str]:

@@ -103,11 +103,10 @@ def _try(
     threads = min(8, max(1, (os.cpu_count() or 1) // topology.local_world_size))
     with ExitStack() as stack:
         pool = stack.enter_context(hashing.pool(threads))
-        hashes = None if seen.manifest is None else _start_hashing(path, seen.manifest, topology, pool, objects, stack)
+        hashes = None if seen.manifest is None else _start_hashing(path, seen.manifest, topology, pool, stack)
         answer: Any
         try:
-            opened = (lambda file: file) if hashes is None else hashes.open
-            loaded, assignments = _read(path, request, objects, models, opened, stack)
+            loaded, assignments = _read(path, request, objects, models, stack)
             answer = None
         except LockstepError as error:
             answer = str(error)
@@ -151,14 +150,11 @@ def _run(assignment: Assignment, pool: ThreadPoolExecutor, threads: int) -> None
 
 
 def _start_hashing(
-    path: Path, found: Manifest, topology: Topology, pool: ThreadPoolExecutor, objects: Objects, stack: ExitStack
+    path: Path, found: Manifest, topology: Topology, pool: ThreadPoolExecutor, stack: ExitStack
 ) -> find.Checking:
-    """This rank's share of the hashing, in threads. The optimizers' files each rank reads, and hashes as it does."""
-    optimizers = [numbered_name("optimizer", number, ".bin") for number in range(len(objects.optimizers))]
-    own = [name for name in optimizers if name in found.files]
-    others = [chunk for chunk in found.chunks() if chunk[0] not in own]
-    mine = hashing.share(others, topology.local_rank, topology.local_world_size)
-    checking = find.Checking(path, found, mine, pool, own)
+    """This rank's share of the hashing, in threads."""
+    mine = hashing.share(found.chunks(), topology.local_rank, topology.local_world_size)
+    checking = find.Checking(path, found, mine, pool)
     stack.callback(checking.cancel)
     return checking
 
@@ -168,17 +164,16 @@ def _read(
     request: Request,
     objects: Objects,
     models: Callable[[Path], list[nn.Module]],
-    opened: Callable[[Path], Any],
     stack: ExitStack,
 ) -> tuple[Loaded, list[Assignment]]:
     """Everything that is going to be assigned, compared with what it is for."""
-    loaded = state.read(path, objects, trusted=request.trusted, opened=opened)
+    loaded = state.read(path, objects, trusted=request.trusted)
     assignments = []
     for number, model in enumerate(models(path)):
         stem = numbered_name("model", number, "")
-        stored = stack.enter_context(weights.open_weights(path, stem))
-        entries = _without_wrapper(stored.entries, model)
-        assignments.append(Assignment(model, entries, request.strict, str(path), surplus=stored.surplus))
+        opened = stack.enter_context(weights.open_weights(path, stem))
+        entries = _without_wrapper(opened.entries, model)
+        assignments.append(Assignment(model, entries, request.strict, str(path), surplus=opened.surplus))
     return loaded, assignments
 
 

@@ -10,7 +10,7 @@ import os
 import pickle
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,16 +125,16 @@ def _without_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def read(path: Path, *, trusted: bool = False, opened: Callable[[Path], Any] = lambda path: path) -> Any:
+def read(path: Path, *, trusted: bool = False) -> Any:
     """A value from a file; CheckpointError that names the file when it holds anything but safe values.
 
-    ``trusted`` reads whatever was pickled there, which can run any code. ``opened`` says what to read the file from.
+    ``trusted`` reads whatever was pickled there, which can run any code.
     """
     if not os.path.isfile(path):
         raise CheckpointError(f"{path} is missing.")
     try:
         with torch.serialization.safe_globals(_numpy_parts()):
-            return torch.load(opened(path), map_location="cpu", weights_only=not trusted)
+            return torch.load(path, map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as error:
         hint = (
             "" if trusted else " If you know who wrote it, load_state(..., trusted=True) reads it; it can run any code."

@@ -188,13 +188,8 @@ class Loaded:
     """Of the open window; None when none is."""
 
 
-def read(
-    folder: Path, objects: Objects, *, trusted: bool = False, opened: Callable[[Path], Any] = lambda path: path
-) -> Loaded:
-    """Read all files but the weights; CheckpointError when they do not fit the objects.
-
-    ``opened`` says what the optimizers' files are to be read from.
-    """
+def read(folder: Path, objects: Objects, *, trusted: bool = False) -> Loaded:
+    """Read all files but the weights; CheckpointError when they do not fit the objects."""
     state = read_counters(folder)
     if state is not None:
         _compare(state, objects, folder)
@@ -205,11 +200,11 @@ def read(
     if state is not None and own is None:
         raise CheckpointError(f"{folder} has no random_states_0.pkl: it is not complete.")
 
-    def values(stem: str, count: int, opened: Callable[[Path], Any] = lambda path: path) -> list[Any]:
-        names = [numbered_name(stem, number, ".bin") for number in range(count)]
-        return [safe.read(folder / name, trusted=trusted, opened=opened) for name in names]
+    def values(stem: str, count: int, suffix: str = ".bin") -> list[Any]:
+        names = [numbered_name(stem, number, suffix) for number in range(count)]
+        return [safe.read(folder / name, trusted=trusted) for name in names]
 
-    optimizers = values("optimizer", len(objects.optimizers), opened)
+    optimizers = values("optimizer", len(objects.optimizers))
     for number, (optimizer, saved) in enumerate(zip(objects.optimizers, optimizers, strict=True)):
         _check_optimizer(optimizer, saved, folder / numbered_name("optimizer", number, ".bin"))
     same = before == objects.world_size and known
