@@ -5,6 +5,7 @@ Names are loaded when they are first used, so that ``import lockstep`` and the c
 
 from __future__ import annotations
 
+import gc
 import importlib
 
 TYPE_CHECKING = False  # as typing has it, which takes as long to load as all the rest here
@@ -129,7 +130,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    # What is made while modules load would set off a collection of all that torch has loaded: 60 ms, for nothing.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    finally:
+        if collecting:
+            gc.enable()
     globals()[name] = value
     return value
 
