@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from lockstep.config import limits
@@ -77,6 +76,8 @@ def free_device_memory(device: torch.device) -> int | None:
 
 def free_host_memory() -> int:
     """Bytes that this process can still get from the host, by the machine, its control group and its own limits."""
+    import psutil  # loaded where it is used, as few scripts do
+
     free = [int(psutil.virtual_memory().available)]
     group = limits.free_memory()
     if group is not None:
