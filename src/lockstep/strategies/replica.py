@@ -50,7 +50,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     """A model on each rank. It has the name that scripts and readers know.
 
     Torch's own hooks could say the same, but a module with a hook takes a longer way through every call: two of them
-    cost 40 us of a step.
+    cost 13 us of a step.
     """
 
     def __init__(self, model: nn.Module, averages: Averages, **options: Any) -> None:
