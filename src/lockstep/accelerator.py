@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,16 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
-from lockstep.checkpoint.models import SavesModels
-from lockstep.checkpoint.saving import SavesState
-from lockstep.comm import objects, rng
+from lockstep.checkpoint.methods import SavesModels
+from lockstep.comm import rng
 from lockstep.comm.talk import Talk
-from lockstep.comm.view import ProcessView
 from lockstep.config import env
-from lockstep.config.choices import DebugTool, PrecisionType, RNGType, SchedulerUnit
+from lockstep.config.choices import DebugTool, PrecisionType
 from lockstep.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -35,15 +30,11 @@ from lockstep.config.handlers import (
 from lockstep.config.recording import read_recording
 from lockstep.config.settings import read_settings
 from lockstep.data.loader import PreparedDataLoader
-from lockstep.data.options import DataOptions
-from lockstep.data.prepare import prepare_loader, skip_first_batches
 from lockstep.data.round import Round, name_samples
 from lockstep.errors import UsageError
-from lockstep.memory.tools import MemoryTools
 from lockstep.memory.words import advise
 from lockstep.numerics.policy import Surroundings
-from lockstep.numerics.watched import Watched
-from lockstep.optim import clip, horizon
+from lockstep.optim import clip
 from lockstep.optim.accumulation import Accumulation, silenced
 from lockstep.optim.guard import refuse_strangers
 from lockstep.optim.optimizer import PreparedOptimizer
@@ -51,19 +42,16 @@ from lockstep.optim.scheduler import PreparedScheduler
 from lockstep.precision import mixed
 from lockstep.rundir.words import ADVISERS
 from lockstep.state import AcceleratorState, GradientState, settle_precision
-from lockstep.strategies import unwrapping
 from lockstep.strategies.choose import choose
-from lockstep.strategies.compiling import compile_model
 from lockstep.strategies.microbatch import MicroBatch
+from lockstep.strategies.preparing import Prepares
 from lockstep.topology import current
-from lockstep.topology.memory import empty_cache
 from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:
     from lockstep.optim.effective import Record
 
 _numbers = itertools.count()
-_OWNER = "_lockstep_owner"
 _LATER = (
     "init_trackers, get_tracker, log, trackers, maybe_context_parallel, lomo_backward, torch_device_mesh, is_fsdp2, "
     "deepspeed_plugin, fp8_backend, should_save_model, tensor_parallel_rank, data_parallel_rank, "
@@ -73,7 +61,7 @@ _LATER = (
 """Names of the known interface that this release does not have."""
 
 
-class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, MemoryTools, Watched):
+class Accelerator(Prepares, Talk, SavesModels):
     """Runs a training script on one device or many.
 
     Arguments are those of Accelerate, with these additions: ``step_with_optimizer`` is the guides' name for
@@ -270,183 +258,11 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Memor
         """Whether a prepared scheduler follows the optimizer."""
         return self._settings.step_with_optimizer
 
-    # --- preparing ---------------------------------------------------------------------------------------------
-
-    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
-        """Called on: all ranks. Make models, optimizers, loaders and schedulers ready, in the order given.
-
-        Other objects come back as they are, and so does what this accelerator has prepared before.
-        """
-        places = [None] * len(args) if device_placement is None else device_placement
-        if len(places) != len(args):
-            raise UsageError(f"device_placement has {len(places)} entries for {len(args)} objects. Give one for each.")
-        # Schedulers last: they follow the optimizers prepared with them.
-        made = [self._prepare_one(item, place) for item, place in zip(args, places, strict=True)]
-        made = [self.prepare_scheduler(item) if _is_scheduler(item) else item for item in made]
-        return made[0] if len(made) == 1 else tuple(made)
-
-    def _prepare_one(self, item: Any, place: bool | None) -> Any:
-        if isinstance(item, DataLoader):
-            return self.prepare_data_loader(item, device_placement=place)
-        if isinstance(item, nn.Module):
-            return self.prepare_model(item, device_placement=place)
-        if isinstance(item, torch.optim.Optimizer):
-            return self.prepare_optimizer(item, device_placement=place)
-        return item
-
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        """Called on: all ranks. One model, on its device, in its precision, averaging gradients over the ranks."""
-        if self._known(model, self._models):
-            return model
-        for prepared in self._models:
-            if self._strategy.unwrap(prepared) is model:
-                return prepared
-        place = self.device_placement if device_placement is None else device_placement
-        if unwrapping.spans_devices(model):
-            if self.use_distributed and not evaluation_mode:
-                raise UsageError(
-                    "This model is spread over several devices (hf_device_map), and each process needs a whole one. "
-                    "Load it without device_map, or start one process."
-                )
-        elif place:
-            model = model.to(self.device)
-        self._precision.wrap(model)
-        if not evaluation_mode:
-            model = self._strategy.wrap(model)
-        compile_model(model, self._settings.dynamo)
-        model.__dict__[_OWNER] = self._number
-        self._watch_model(model, trained=not evaluation_mode)
-        self._models.append(model)
-        return model
-
-    def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
-    ) -> PreparedOptimizer:
-        """One optimizer, stepping only when an update is due."""
-        if isinstance(optimizer, PreparedOptimizer) and self._known(optimizer, self._optimizers):
-            return optimizer
-        for prepared in self._optimizers:
-            if prepared.optimizer is optimizer:
-                return prepared
-        made = PreparedOptimizer(optimizer, self._accumulation, self._scaler, self._announce_run, self._gate)
-        self._optimizers.append(made)
-        for scheduler in self._schedulers:
-            scheduler.adopt(made)
-        return made
-
-    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """One learning rate scheduler, following the optimizer it was made for."""
-        if isinstance(scheduler, PreparedScheduler) and self._known(scheduler, self._schedulers):
-            return scheduler
-        for prepared in self._schedulers:
-            if prepared.scheduler is scheduler:
-                return prepared
-        made = PreparedScheduler(
-            scheduler,
-            self._optimizers,
-            self._accumulation,
-            with_optimizer=self._settings.step_with_optimizer,
-            unit=self._settings.scheduler_unit,
-            processes=1 if self.split_batches else self.num_processes,
-            announce=self._announce_horizon,
-        )
-        self._schedulers.append(made)
-        return made
-
-    def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> PreparedDataLoader:
-        """Called on: all ranks. One loader: this rank's share of it."""
-        if slice_fn_for_dispatch is not None:
-            raise UsageError(
-                "slice_fn_for_dispatch has nothing to do here: rank 0 reads a batch of its own for every rank, so that "
-                "no batch is ever sliced. Leave it out."
-            )
-        if isinstance(data_loader, PreparedDataLoader) and self._known(data_loader, self._dataloaders):
-            return data_loader
-        place = self.device_placement if device_placement is None else device_placement
-        options = self.dataloader_config
-        if options.use_seedable_sampler and options.data_seed is None:
-            # Seeds may differ between ranks; the order may not.
-            (seed,) = objects.broadcast_object_list(self._group, [torch.initial_seed() % 2**31])
-            options = dataclasses.replace(options, data_seed=seed)
-        made = prepare_loader(
-            data_loader,
-            self._group,
-            options,
-            device=self.device if place else None,
-            open_loaders=self._accumulation.loaders,
-            synchronize=self._synchronize_loader,
-            own_generator=RNGType.GENERATOR in self._settings.rng_types,
-            sparing=self._settings.reproducible,
-        )
-        self._dataloaders.append(made)
-        made.after_batch = self._after_batch
-        return made
-
-    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """The loader without its first batches on each rank; indexed samples that are skipped are not read."""
-        return skip_first_batches(dataloader, num_batches)
-
-    def _synchronize_loader(self, generator: torch.Generator | None) -> None:
-        wanted = [kind for kind in self._settings.rng_types if kind.value != "generator" or generator is not None]
-        rng.synchronize(self._group, self.device, wanted, generator)
-
-    def _known(self, item: Any, mine: list[Any]) -> bool:
-        """Whether this accelerator has prepared the item; another one's is an error."""
-        if any(item is other for other in mine):
-            return True
-        foreign = isinstance(item, (PreparedOptimizer, PreparedScheduler, PreparedDataLoader))
-        if foreign or (self._strategy.unwrap(item) is not item and _OWNER in item.__dict__):
-            raise UsageError(
-                f"This {type(item).__name__} was prepared by another Accelerator, or before free_memory(). "
-                "Pass the original object, or use one Accelerator for all of them."
-            )
-        return False
-
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
-        """The user's model, out of what ``prepare`` put around it."""
-        return unwrapping.unwrap(model, self._strategy, keep_fp32_wrapper, keep_torch_compile)
-
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether the model is spread over several devices."""
-        return unwrapping.spans_devices(model)
-
-    def free_memory(self, *objects: Any) -> list[None]:
-        """Let go of everything that was prepared, and of the device's cache; gives a None for each object."""
-        for kept in self._prepared:
-            kept.clear()
-        self._stop_watching()
-        if self._scaler is not None:
-            self._scaler.forget()
-        self._accumulation.loaders.clear()
-        self._accumulation.optimizers.clear()
-        self._record = None  # what is prepared next may be set up differently
-        self._accumulation.reset()
-        empty_cache()
-        return [None] * len(objects)
-
-    def clear(self, *objects: Any) -> list[None]:
-        """The same as ``free_memory``."""
-        return self.free_memory(*objects)
-
     def end_training(self) -> None:
         """Leave the job, when a checkpoint that is being written is complete."""
         self._heed_signals(False)
         self.wait_for_checkpoint()
         current.reset()
-
-    def _start_again(self) -> None:
-        """After a new generation: attach the models to it, and give up the open window."""
-        for model in self._models:
-            self._strategy.reattach(model)
-        for model in self._given_up:
-            self._strategy.detach(model)
-        self._accumulation.reset()
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -649,49 +465,6 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Memor
 
         return profiler(profile_handler or self._settings.handler(ProfileKwargs), self.process_index)
 
-    def _announce_horizon(self, scheduler: PreparedScheduler) -> None:
-        loader, length = self._accumulation.active_loader, horizon.schedule_length(scheduler.scheduler)
-        if length is None or not isinstance(loader, PreparedDataLoader) or not self._settings.step_with_optimizer:
-            return
-        try:
-            batches = len(loader)
-        except TypeError:
-            return
-        updates = -(-batches // self._accumulation.num_steps)
-        # Who counts updates did not count the batches of the unprepared loader.
-        before = loader.batches_before if self._settings.scheduler_unit is SchedulerUnit.PROCESS else None
-        line = horizon.judge(length, updates * scheduler.steps_per_update, before, batches)
-        if line is not None:
-            from lockstep.logging import get_logger  # loaded where it is used: there is seldom anything to say
-
-            get_logger(__name__).warning(line)
-
-    def _announce_run(self, optimizer: PreparedOptimizer) -> None:
-        """Before the first update: tell how the run is set up, and what that changes against the run before."""
-        loader = self._accumulation.active_loader
-        if self._record is not None or not isinstance(loader, PreparedDataLoader):
-            return
-        from lockstep.optim import effective, run_file  # loaded where it is used: once
-
-        self._record = effective.record_of(
-            total_batch=loader.total_batch_size,
-            processes=self.num_processes,
-            accumulation=self._accumulation.num_steps,
-            groups=optimizer.param_groups,
-            seed=rng.seed_in_force(),
-            precision=self.mixed_precision,
-        )
-        if not self.is_main_process:
-            return
-        from lockstep.logging import get_notices  # loaded where it is used: once, on one process
-
-        notices = get_notices("lockstep.run")
-        notices.info(self._record.line())
-        told = effective.compare_loaded(self._loaded_run, self._record)
-        told += run_file.keep(self.project_dir, self._record) if self.project_dir else []
-        for warning in dict.fromkeys(told):
-            notices.warning(warning)
-
     # --- talking to other ranks --------------------------------------------------------------------------------
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -707,7 +480,3 @@ class Accelerator(ProcessView, Talk, DataOptions, SavesModels, SavesState, Memor
 
 def _spell_samples(now: Round | None) -> str:
     return "" if now is None or not now.ids else name_samples(now.ids)
-
-
-def _is_scheduler(item: Any) -> bool:
-    return isinstance(item, (LRScheduler, PreparedScheduler))

@@ -10,58 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from lockstep.checkpoint import safe_file, weights
 from lockstep.checkpoint.sharing import clean_state_dict_for_safetensors
 from lockstep.checkpoint.sink import PLAIN
 from lockstep.checkpoint.sizes import shard_size
-from lockstep.checkpoint.wrappers import inner_model
 from lockstep.comm.objects import all_objects
-from lockstep.config.handlers import ProjectConfiguration
 from lockstep.errors import CheckpointError
 from lockstep.topology import current
 from lockstep.topology.group import Group
-from lockstep.topology.topology import Topology
-
-
-class SavesModels:
-    """What an accelerator does with the files of a model, each in one line."""
-
-    _group: Group
-    _topology: Topology
-    project_configuration: ProjectConfiguration
-    unwrap_model: Callable[..., nn.Module]
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Called on: all ranks. Write the model's weights for ``load_checkpoint_in_model`` and other tools.
-
-        The main process writes, all wait for it, and all raise when it cannot. Files that are there already stay as
-        they are until all new ones are complete; those of an earlier save that would be mixed up with them are removed.
-        """
-        state, size = self.get_state_dict(model), shard_size(max_shard_size)
-        weights.refuse_meta(state)
-        folder = Path(save_directory)
-        only_here(self._group, self._writes(), lambda: replace_model(state, folder, size, safe_serialization), folder)
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's state dict, by default under the names it has without anything around it."""
-        return inner_model(self.unwrap_model(model)).state_dict() if unwrap else model.state_dict()
-
-    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """Write an object to a file (a path or an open one) in the main process; others do nothing, and none waits."""
-        if self._writes():
-            save_object(obj, f, safe_serialization)
-
-    def _writes(self) -> bool:
-        each = self.project_configuration.save_on_each_node
-        return self._topology.is_local_main if each else self._topology.is_main
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
@@ -117,6 +74,15 @@ def replace_model(
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return names
+
+
+def save_from_one(
+    group: Group, here: bool, state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool
+) -> None:
+    """Called on: all ranks. Have one write the model's files; when it fails, all raise and name it."""
+    size = shard_size(max_shard_size)
+    weights.refuse_meta(state)
+    only_here(group, here, lambda: replace_model(state, folder, size, safe), folder)
 
 
 def only_here(group: Group, here: bool, action: Callable[[], object], target: Path) -> None:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config import env, resolve
 from lockstep.config.handlers import InitProcessGroupKwargs
@@ -22,7 +22,9 @@ from lockstep.topology.farewell import Farewell
 from lockstep.topology.group import Group
 from lockstep.topology.kernel import old_kernel_warning
 from lockstep.topology.topology import Topology, discover
-from lockstep.topology.watch import Watch
+
+if TYPE_CHECKING:
+    from lockstep.topology.watch import Watch
 
 
 @dataclass
@@ -111,6 +113,8 @@ def require(
     directory = _directory(topology, group, environ.get(names.VARIABLE), project_dir)
     _slot.session = Session(topology=topology, group=group, init=init, directory=directory)
     if directory is not None and topology.world_size > 1:
+        from lockstep.topology.watch import Watch  # the guard: a process that is alone does without
+
         _slot.watch = Watch(topology, group, directory, _slot.joined)
     return _slot.session
 
