@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator, DataLoaderConfiguration, PartialState, ProjectConfiguration
-from lockstep.checkpoint import find
+from lockstep.checkpoint import find, safe
 from lockstep.checkpoint.disk import Disk
 from lockstep.errors import CheckpointError
 from lockstep.testing import Ranks
@@ -228,7 +228,7 @@ def test_ranks_that_are_not_at_one_place_commit_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "state").exists()
 
 
-def damaged(folder: str) -> tuple[str, bool]:
+def damaged(folder: str, large: int) -> tuple[str, bool]:
     run = Run(samples=SAMPLES).train(2)
     run.accelerator.save_state(folder)
     run.accelerator.wait_for_everyone()
@@ -239,15 +239,19 @@ def damaged(folder: str) -> tuple[str, bool]:
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
     run.accelerator.wait_for_everyone()
+    usual, safe.LARGE = safe.LARGE, large
     try:
         run.accelerator.load_state(folder)
     except CheckpointError as error:
         return str(error), torch.equal(run.weights(), before)
+    finally:
+        safe.LARGE = usual
     return "loaded", False
 
 
-def test_damage_that_one_rank_finds_stops_all(pools: dict[int, Ranks], tmp_path: Path) -> None:
-    for told, untouched in pools[2].run(damaged, str(tmp_path / "state")):
+@pytest.mark.parametrize("large", [0, safe.LARGE])
+def test_damage_that_one_rank_finds_stops_all(pools: dict[int, Ranks], tmp_path: Path, large: int) -> None:
+    for told, untouched in pools[2].run(damaged, str(tmp_path / "state"), large):
         assert "optimizer.bin is damaged" in told
         assert untouched
 

@@ -181,6 +181,11 @@ class Assignment:
         for name in names:
             self._fill_one(name)
 
+    def shares(self, parts: int) -> list[list[str]]:
+        """All names, for so many threads to load about as many bytes each."""
+        by_size = sorted(self.places, key=lambda name: self._targets[name].nbytes, reverse=True)
+        return [by_size[part::parts] for part in range(parts)]
+
     def _file_by_file(self, names: Iterable[str]) -> Iterator[str]:
         """Those of the names that are to be loaded; a file that is done with holds no memory any more."""
         last: Any = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint import hashing, manifest
 from lockstep.checkpoint.commit import left_beside, numbered
+from lockstep.checkpoint.fetched import Outline
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.errors import CheckpointError
 
@@ -54,26 +55,59 @@ def _wrong_size(path: Path, size: int) -> str | None:
 
 
 class Checking:
-    """Hashing the files of a checkpoint in other threads, while this one reads them."""
+    """Hashing the files of a checkpoint in other threads, while this one reads them.
 
-    def __init__(self, path: Path, found: Manifest, chunks: Sequence[hashing.Chunk], pool: ThreadPoolExecutor) -> None:
-        self._path, self._found = path, found
-        self._pending = [(chunk, pool.submit(self._check, chunk)) for chunk in chunks]
+    Files of ``apart`` are hashed while ``fill`` reads them, or at the end.
+    """
 
-    def _check(self, chunk: hashing.Chunk) -> str | None:
+    def __init__(
+        self,
+        path: Path,
+        found: Manifest,
+        chunks: Sequence[hashing.Chunk],
+        pool: ThreadPoolExecutor,
+        apart: Collection[str] = (),
+    ) -> None:
+        self._path, self._found, self._pool = path, found, pool
+        self._apart = {name: [chunk for chunk in chunks if chunk[0] == name] for name in apart if name in found.files}
+        self._pending: list[tuple[hashing.Chunk, Future[str | None]]] = []
+        self._start(chunk for chunk in chunks if chunk[0] not in self._apart)
+
+    def fill(self, path: Path, outline: Outline) -> None:
+        """Read a file into its tensors; what is wrong with it is among the ``problems``."""
+        mine, chunk = set(self._apart.pop(path.name)), self._found.chunk
+        numbers = range(len(self._found.files[path.name].chunks))
+        for part in self._start(
+            ((path.name, number) for number in numbers),
+            lambda path, number: outline.read(number, chunk, hashed=(path.name, number) in mine),
+        ):
+            part.result()
+
+    def _start(
+        self, chunks: Iterable[hashing.Chunk], hashed: Callable[[Path, int], str | None] | None = None
+    ) -> list[Future[str | None]]:
+        hash_chunk = hashed or (lambda path, number: hashing.hash_chunk(path, number, self._found.chunk))
+        started = [(chunk, self._pool.submit(self._check, chunk, hash_chunk)) for chunk in chunks]
+        self._pending += started
+        return [check for _, check in started]
+
+    def _check(self, chunk: hashing.Chunk, hashed: Callable[[Path, int], str | None]) -> str | None:
         name, number = chunk
         path, found = self._path / name, self._found
         try:
-            mark = hashing.hash_chunk(path, number, found.chunk)
+            mark = hashed(path, number)
         except OSError as error:
             return f"{path} cannot be read: {error.strerror or error}."
-        if mark == found.files[name].chunks[number]:
+        if mark is None or mark == found.files[name].chunks[number]:
             return None
         first, last = number * found.chunk, min((number + 1) * found.chunk, found.files[name].size)
         return f"{path} is damaged: bytes {first} to {last} are not those that were written."
 
     def problems(self) -> list[str]:
         """What is wrong with each file that does not hash to what was written; nothing when all do."""
+        for chunks in self._apart.values():
+            self._start(chunks)
+        self._apart = {}
         wrong: dict[str, str] = {}
         for (name, _), check in self._pending:
             problem = check.result()

@@ -103,10 +103,12 @@ def _try(
     threads = min(8, max(1, (os.cpu_count() or 1) // topology.local_world_size))
     with ExitStack() as stack:
         pool = stack.enter_context(hashing.pool(threads))
-        hashes = None if seen.manifest is None else _start_hashing(path, seen.manifest, topology, pool, stack)
+        hashes = None
+        if seen.manifest is not None:
+            hashes = _start_hashing(path, seen.manifest, topology, pool, objects, stack)
         answer: Any
         try:
-            loaded, assignments = _read(path, request, objects, models, stack)
+            loaded, assignments = _read(path, request, objects, models, hashes, stack)
             answer = None
         except LockstepError as error:
             answer = str(error)
@@ -144,17 +146,17 @@ def _run(assignment: Assignment, pool: ThreadPoolExecutor, threads: int) -> None
     if assignment.by_module:
         assignment.run()
         return
-    names = list(assignment.places)
-    for _ in pool.map(assignment.fill, [names[part::threads] for part in range(threads)]):
+    for _ in pool.map(assignment.fill, assignment.shares(threads)):
         pass
 
 
 def _start_hashing(
-    path: Path, found: Manifest, topology: Topology, pool: ThreadPoolExecutor, stack: ExitStack
+    path: Path, found: Manifest, topology: Topology, pool: ThreadPoolExecutor, objects: Objects, stack: ExitStack
 ) -> find.Checking:
-    """This rank's share of the hashing, in threads."""
+    """This rank's share of the hashing, in threads, which read the optimizers' files too."""
     mine = hashing.share(found.chunks(), topology.local_rank, topology.local_world_size)
-    checking = find.Checking(path, found, mine, pool)
+    optimizers = [numbered_name("optimizer", number, ".bin") for number in range(len(objects.optimizers))]
+    checking = find.Checking(path, found, mine, pool, apart=optimizers)
     stack.callback(checking.cancel)
     return checking
 
@@ -164,10 +166,12 @@ def _read(
     request: Request,
     objects: Objects,
     models: Callable[[Path], list[nn.Module]],
+    hashes: find.Checking | None,
     stack: ExitStack,
 ) -> tuple[Loaded, list[Assignment]]:
     """Everything that is going to be assigned, compared with what it is for."""
-    loaded = state.read(path, objects, trusted=request.trusted)
+    fill = None if hashes is None or request.trusted else hashes.fill
+    loaded = state.read(path, objects, trusted=request.trusted, fill=fill)
     assignments = []
     for number, model in enumerate(models(path)):
         stem = numbered_name("model", number, "")

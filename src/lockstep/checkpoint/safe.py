@@ -10,8 +10,8 @@ import os
 import pickle
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.fetched import LARGE, Outline, UnfitError
 from lockstep.checkpoint.hashing import HashedFile
 from lockstep.checkpoint.sharing import view_key
 from lockstep.errors import CheckpointError
@@ -125,15 +126,24 @@ def _without_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def read(path: Path, *, trusted: bool = False) -> Any:
+Fill = Callable[[Path, Outline], None]
+"""Reads a file into the tensors of its outline."""
+
+
+def read(path: Path, *, trusted: bool = False, fill: Fill | None = None) -> Any:
     """A value from a file; CheckpointError that names the file when it holds anything but safe values.
 
-    ``trusted`` reads whatever was pickled there, which can run any code.
+    ``trusted`` reads whatever was pickled there, which can run any code. ``fill`` is asked to read large files.
     """
     if not os.path.isfile(path):
         raise CheckpointError(f"{path} is missing.")
     try:
         with torch.serialization.safe_globals(_numpy_parts()):
+            if fill is not None and os.path.getsize(path) >= LARGE:
+                with suppress(UnfitError):
+                    outline = Outline(path)
+                    fill(path, outline)
+                    return outline.value
             return torch.load(path, map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as error:
         hint = (

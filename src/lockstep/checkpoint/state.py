@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import generators, safe
+from lockstep.checkpoint.safe import Fill
 from lockstep.errors import CheckpointError
 
 STATE = "lockstep_state.json"
@@ -188,8 +189,11 @@ class Loaded:
     """Of the open window; None when none is."""
 
 
-def read(folder: Path, objects: Objects, *, trusted: bool = False) -> Loaded:
-    """Read all files but the weights; CheckpointError when they do not fit the objects."""
+def read(folder: Path, objects: Objects, *, trusted: bool = False, fill: Fill | None = None) -> Loaded:
+    """Read all files but the weights; CheckpointError when they do not fit the objects.
+
+    ``fill`` reads the values of a large optimizer's tensors.
+    """
     state = read_counters(folder)
     if state is not None:
         _compare(state, objects, folder)
@@ -200,11 +204,11 @@ def read(folder: Path, objects: Objects, *, trusted: bool = False) -> Loaded:
     if state is not None and own is None:
         raise CheckpointError(f"{folder} has no random_states_0.pkl: it is not complete.")
 
-    def values(stem: str, count: int, suffix: str = ".bin") -> list[Any]:
-        names = [numbered_name(stem, number, suffix) for number in range(count)]
-        return [safe.read(folder / name, trusted=trusted) for name in names]
+    def values(stem: str, count: int, fill: Fill | None = None) -> list[Any]:
+        names = [numbered_name(stem, number, ".bin") for number in range(count)]
+        return [safe.read(folder / name, trusted=trusted, fill=fill) for name in names]
 
-    optimizers = values("optimizer", len(objects.optimizers))
+    optimizers = values("optimizer", len(objects.optimizers), fill)
     for number, (optimizer, saved) in enumerate(zip(objects.optimizers, optimizers, strict=True)):
         _check_optimizer(optimizer, saved, folder / numbered_name("optimizer", number, ".bin"))
     same = before == objects.world_size and known

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator
-from lockstep.checkpoint import commit, find, manifest
+from lockstep.checkpoint import commit, find, manifest, safe
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.utils import ProjectConfiguration
 from tests.unit.checkpoint.runs import Run
@@ -122,9 +122,17 @@ def test_another_model_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     assert torch.equal(run.weights(), before)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "lockstep_state.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "optimizer.bin", "large optimizer.bin", "random_states_0.pkl", "lockstep_state.json"],
+)
 @pytest.mark.parametrize("how", ["flipped", "cut", "missing", "foreign", "linked"])
-def test_a_damaged_file_is_named_and_nothing_is_touched(tmp_path: Path, name: str, how: str) -> None:
+def test_a_damaged_file_is_named_and_nothing_is_touched(
+    tmp_path: Path, name: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name.startswith("large "):
+        name = name.removeprefix("large ")
+        monkeypatch.setattr(safe, "LARGE", 0)
     Run().train(3).accelerator.save_state(tmp_path / "state")
     path = tmp_path / "state" / name
     data = bytearray(path.read_bytes())
