@@ -124,7 +124,7 @@ def _broadcast(group: Group, frame: Tensor, from_process: int) -> Tensor:
     carried = frame if group.talks_host else frame.to(group.device)
     options = dist.BroadcastOptions()
     options.rootRank = from_process
-    group.wait(group.pg.broadcast([carried], options), "broadcasting objects")
+    group.wait(group.carriers[carried.device].broadcast([carried], options), "broadcasting objects")
     return carried.cpu()
 
 

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.blackbox import layout
 from lockstep.comm import trees, verify
-from lockstep.comm.wire import all_gather, gather_host
+from lockstep.comm.wire import CARRIED, OPTIONS, all_gather, gather_host
 from lockstep.errors import ConfigError, DistributedOperationException
 from lockstep.topology.group import Group
 
@@ -56,7 +57,15 @@ class _Plan:
     Small buffers and the views into them are kept for the next call: making views costs more than copying.
     """
 
-    def __init__(self, leaves: Sequence[Tensor], group: Group, meant: verify.Meant | None = None) -> None:
+    def __init__(
+        self,
+        leaves: Sequence[Tensor],
+        group: Group,
+        meant: verify.Meant | None = None,
+        signature: tuple[Any, ...] | None = None,
+    ) -> None:
+        self.sign = "" if signature is None else layout.spell(signature)
+        """The signature as a text, which is quicker to look up."""
         devices = {leaf.device for leaf in leaves}
         self.one_device = len(devices) == 1
         self.device = devices.pop() if self.one_device else group.device
@@ -109,7 +118,11 @@ class _Plan:
     def pack(self, leaves: Sequence[Tensor]) -> Tensor:
         """The leaves as one buffer of bytes."""
         buffer, places = self.sending()
-        torch._foreach_copy_(places, [_dense(leaf.detach() if leaf.requires_grad else leaf) for leaf in leaves])
+        strided = torch.strided
+        ready = [
+            leaf if leaf.layout is strided and not leaf.requires_grad else _dense(leaf.detach()) for leaf in leaves
+        ]
+        torch._foreach_copy_(places, ready)
         return buffer
 
 
@@ -120,7 +133,7 @@ def _plan(
     if plan is None:
         if len(group.memo) >= _MAX_PLANS:
             group.memo.clear()  # first: a plan of debug mode lies in frames that are remembered there too
-        plan = _Plan(leaves, group, meant)
+        plan = _Plan(leaves, group, meant, signature)
         if signature is not None:
             group.memo[signature] = plan
     return plan
@@ -140,25 +153,53 @@ def gather(group: Group, tree: Any) -> Any:
     """
     if group.world_size == 1:
         return tree
-    if isinstance(tree, Tensor) and not group.debug:
+    if group.cause is not None:
         group.check("gathering tensors")
-        number = group.box.enter("gather", (tree.shape, tree.dtype), _CALLER)
-        try:
-            return _gather_one(group, tree)
-        finally:
-            group.box.leave(number)
-    leaves, signature = trees.flatten(tree)
-    if signature not in group.memo:
-        trees.require_tensors(leaves, tree, "gather")
-    return gather_flat(group, tree, leaves, signature)
-
-
-def gather_flat(group: Group, tree: Any, leaves: Sequence[Tensor], signature: tuple[Any, ...]) -> Any:
-    """Called on: all ranks. `gather` for who has taken the structure apart already, and found only tensors."""
-    group.check("gathering tensors")
-    number = group.box.enter("gather", signature, _CALLER)
+    if not isinstance(tree, Tensor) or group.debug:
+        leaves, signature = trees.flatten(tree)
+        if signature not in group.memo:
+            trees.require_tensors(leaves, tree, "gather")
+        return gather_flat(group, tree, leaves, signature, _CALLER + 1)
+    # Much of this is written out here that has functions of its own elsewhere: after a collective the caches are cold,
+    # and each function costs as much as the work in it.
+    number = group.box.enter("gather", (tree.shape, tree.dtype), _CALLER)
     try:
-        rows, plan = _gather_rows(group, leaves, signature, tree, "gather")
+        leaf = tree.detach() if tree.requires_grad else tree
+        if leaf.layout is not torch.strided or not leaf.is_contiguous():
+            leaf = _dense(leaf).contiguous()
+        shape, dtype, device = leaf.shape, leaf.dtype, leaf.device
+        if not shape:
+            leaf, shape = leaf.view(1), torch.Size((1,))  # gloo refuses a source without a dimension
+        result = torch.empty((group.world_size * shape[0], *shape[1:]), dtype=dtype, device=device)
+        if dtype not in CARRIED or not leaf.numel():
+            if leaf.numel():
+                all_gather(group, result, leaf)
+            return result
+        group.wait(group.carriers[device]._allgather_base(result, leaf, OPTIONS), "gathering tensors")
+        return result
+    finally:
+        group.box.leave(number)
+
+
+def gather_flat(
+    group: Group, tree: Any, leaves: Sequence[Tensor], signature: tuple[Any, ...], depth: int = _CALLER
+) -> Any:
+    """Called on: all ranks. `gather` for who has taken the structure apart already, and found only tensors.
+
+    ``depth`` frames up from a black box is who has called us.
+    """
+    if group.cause is not None:
+        group.check("gathering tensors")
+    plan = group.memo.get(signature) or _plan(group, leaves, signature)
+    number = group.box.enter("gather", plan.sign, depth)
+    try:
+        if group.debug:
+            rows, plan = _gather_rows(group, leaves, signature, tree, "gather")
+        else:
+            buffer, rows = plan.receiving()
+            if plan.nbytes:
+                work = group.carriers[plan.device]._allgather_base(buffer, plan.pack(leaves), OPTIONS)
+                group.wait(work, "gathering tensors")
     finally:
         group.box.leave(number)
     joined = [torch.cat(ranks) for ranks in rows]
@@ -217,20 +258,6 @@ def _ragged(group: Group, leaves: Sequence[Tensor]) -> list[list[Tensor]]:
         [part if size < 0 else part[:size] for part, size in zip(ranks, column, strict=True)]
         for ranks, column in zip(rows, sizes.t().tolist(), strict=True)
     ]
-
-
-def _gather_one(group: Group, leaf: Tensor) -> Tensor:
-    if leaf.requires_grad:
-        leaf = leaf.detach()
-    shape = leaf.shape
-    if not shape:
-        leaf, shape = leaf.view(1), torch.Size((1,))  # gloo refuses a source without a dimension
-    if leaf.layout is not torch.strided or not leaf.is_contiguous():
-        leaf = _dense(leaf).contiguous()
-    result = torch.empty((group.world_size * shape[0], *shape[1:]), dtype=leaf.dtype, device=leaf.device)
-    if result.numel():
-        all_gather(group, result, leaf)
-    return result
 
 
 def _gather_rows(
@@ -331,7 +358,7 @@ def _sum(group: Group, leaves: list[Tensor], signature: tuple[Any, ...], tree: A
         chosen = [leaves[place] for place in places]
         flat = torch.cat([leaf.reshape(-1) for leaf in chosen]) if len(chosen) > 1 else chosen[0].reshape(-1).clone()
         if flat.numel():
-            group.wait(group.pg.allreduce([flat], dist.AllreduceOptions()), "reducing tensors")
+            group.wait(group.carriers[flat.device].allreduce([flat], dist.AllreduceOptions()), "reducing tensors")
         pieces = flat.split([leaf.numel() for leaf in chosen])
         for place, leaf, piece in zip(places, chosen, pieces, strict=True):
             sums[place] = piece.view(leaf.shape)
@@ -376,7 +403,7 @@ def broadcast_leaves(
         torch._foreach_copy_(places, list(leaves))
     options = dist.BroadcastOptions()
     options.rootRank = from_process
-    group.wait(group.pg.broadcast([packed], options), "broadcasting tensors")
+    group.wait(group.carriers[packed.device].broadcast([packed], options), "broadcasting tensors")
     if group.rank != from_process:
         # A tensor made in inference mode can be written to only there.
         with torch.inference_mode(any(leaf.is_inference() for leaf in leaves)), torch.no_grad():

@@ -8,16 +8,16 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from lockstep.topology.group import Group
 
-_OPTIONS = AllgatherOptions()
-_CARRIED = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.float16))
+OPTIONS = AllgatherOptions()
+CARRIED = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.float16))
 """Dtypes that every backend carries as they are; others are sent as bytes."""
 
 
 def all_gather(group: Group, result: Tensor, source: Tensor, doing: str = "gathering tensors") -> None:
     """Called on: all ranks. Every rank's ``source`` one after the other in ``result``, both contiguous."""
-    if source.dtype not in _CARRIED:
+    if source.dtype not in CARRIED:
         source, result = source.view(-1).view(torch.uint8), result.view(-1).view(torch.uint8)
-    group.wait(group.pg._allgather_base(result, source, _OPTIONS), doing)
+    group.wait(group.carriers[source.device]._allgather_base(result, source, OPTIONS), doing)
 
 
 def gather_host(group: Group, source: Tensor, doing: str) -> Tensor:

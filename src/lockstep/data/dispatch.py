@@ -169,7 +169,8 @@ class _Desk:
         options = dist.ScatterOptions()
         options.rootRank = 0
         # Rank 0's own row is its result too: it keeps its batch, so nothing needs to be copied for it.
-        group.wait(group.pg.scatter([carried[0]], [carried] if group.rank == 0 else [], options), _DOING)
+        carrier = group.carriers[carried[0].device]
+        group.wait(carrier.scatter([carried[0]], [carried] if group.rank == 0 else [], options), _DOING)
         return carried[0].cpu()
 
 

@@ -39,7 +39,7 @@ def average_gradients(group: Group, parameters: Sequence[Tensor]) -> None:
     try:
         for pack in _packs(gradients):
             flat = pack[0].mul_(share) if len(pack) == 1 else torch.cat([item.reshape(-1) for item in pack]).mul_(share)
-            group.wait(group.pg.allreduce([flat], dist.AllreduceOptions()), "averaging gradients")
+            group.wait(group.carriers[flat.device].allreduce([flat], dist.AllreduceOptions()), "averaging gradients")
             if len(pack) > 1:
                 pieces = flat.split([item.numel() for item in pack])
                 torch._foreach_copy_(pack, [piece.view_as(item) for piece, item in zip(pieces, pack, strict=True)])

@@ -331,7 +331,7 @@ def _averaging(
         promise = new_promise([])
         if hook is None:
             buffer = bucket.buffer().mul_(share)  # as DDP itself does, to the bit
-            under_way.append(group.pg.allreduce([buffer], options))
+            under_way.append(group.carriers[buffer.device].allreduce([buffer], options))
             promised.append((promise, buffer))
         else:
             under_way.append(FutureWork(hook(state, bucket)))

@@ -29,18 +29,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lockstep.blackbox.box import NoBox
 from lockstep.errors import PeerFailure, TopologyError
-from lockstep.guard.pace import Clock
 from lockstep.topology import sockets, threads
 from lockstep.topology.cause import Cause, Waker
 from lockstep.topology.store import open_store, port_of
 from lockstep.topology.topology import Topology
+
+if TYPE_CHECKING:
+    from lockstep.guard.pace import Clock
 
 POLL = timedelta(seconds=0.2)
 """How long a wait of ours sleeps before it looks whether the generation has ended."""
@@ -50,6 +53,20 @@ GOODBYE_PATIENCE = 3.0
 """Seconds the store's host waits at the end for the others to close."""
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a collective may take when nothing else was asked for."""
+
+
+class _Carriers(dict[torch.device, Any]):
+    """Torch's backend for each device. Its process group would get there through the dispatcher, for tracers' sake."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group = weakref.ref(group)
+
+    def __missing__(self, device: torch.device) -> Any:
+        group = self._group()
+        assert group is not None
+        found = self[device] = group.pg._get_backend(device)
+        return found
 
 
 class Group:
@@ -81,10 +98,13 @@ class Group:
         """When this rank got data and was in backward, for who looks for a slow rank."""
         self.memo: dict[Any, Any] = {}
         """What the collectives remember between calls of one generation."""
+        self.carriers = _Carriers(self)
+        """What carries the tensors of each device in this generation: quicker to call than the process group."""
+        self.cause: Cause | None = None
+        """Why the generation has ended; None while all is well."""
         self._pg: Any = None
         self._store: Store | None = None
         self._side: Store | None = None
-        self._cause: Cause | None = None
         self._lock = threading.Lock()
         self._waker: Waker | None = None
         self._own_ports: frozenset[int] = frozenset()
@@ -205,17 +225,17 @@ class Group:
     @property
     def disturbed(self) -> bool:
         """Whether the generation ended at a point this rank has reached."""
-        return self._cause is not None and self._cause.tick <= self.tick
+        return self.cause is not None and self.cause.tick <= self.tick
 
     @property
     def leaving(self) -> bool:
         """Whether the rank that ended the generation will not come back."""
-        return self._cause is not None and self._cause.leaving
+        return self.cause is not None and self.cause.leaving
 
     def check(self, doing: str) -> None:
         """Raise when another rank has failed and this one need not start ``doing`` anything."""
-        if self._cause is not None and self.disturbed:
-            raise self._cause.failure(doing)
+        if self.cause is not None and self.disturbed:
+            raise self.cause.failure(doing)
 
     def wait(self, work: Any, doing: str) -> None:
         """Wait for a collective of ours, in slices, so that the end of the generation is noticed."""
@@ -224,9 +244,9 @@ class Group:
             try:
                 work.wait(POLL)
             except RuntimeError as error:
-                if self.disturbed and self._cause is not None:
+                if self.disturbed and self.cause is not None:
                     self._abandoned.append((self._pg, work))
-                    raise self._cause.failure(doing) from None
+                    raise self.cause.failure(doing) from None
                 if done:
                     raise self.explain(error, doing) from error
                 done = work.is_completed()  # maybe since the slice ran out: only the next error is its own
@@ -246,8 +266,8 @@ class Group:
     def explain(self, error: BaseException, doing: str) -> PeerFailure:
         """What a transport error means: the failure that another rank reported, else a broken line."""
         self._await_cause()
-        if self._cause is not None:
-            return self._cause.failure(doing)
+        if self.cause is not None:
+            return self.cause.failure(doing)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "timed out" in first.lower() or "timeout" in first.lower():
             return PeerFailure(
@@ -268,12 +288,12 @@ class Group:
         if not broken and not isinstance(error, PeerFailure):
             return False
         self._await_cause()
-        return self._cause is not None and self._cause.rank != self.rank and self.disturbed
+        return self.cause is not None and self.cause.rank != self.rank and self.disturbed
 
     def _await_cause(self) -> None:
         """A connection breaks a moment before the reason for it is known: give it that moment."""
         deadline = time.monotonic() + CAUSE_PATIENCE
-        while self._cause is None and time.monotonic() < deadline:
+        while self.cause is None and time.monotonic() < deadline:
             time.sleep(0.01)
 
     # --- leaving -----------------------------------------------------------------------------------------------
@@ -311,9 +331,9 @@ class Group:
 
     def _ended(self, generation: int, cause: Cause) -> None:
         with self._lock:
-            if generation != self.generation or self._cause is not None:
+            if generation != self.generation or self.cause is not None:
                 return
-            self._cause = cause
+            self.cause = cause
         if self.disturbed:
             self._free()
 
@@ -347,10 +367,10 @@ class Group:
         """Called on: all ranks, after the generation ended. Meet again and make the next one."""
         while True:
             self._bury()
-            self._meet(f"form the group again after: {self._cause.what if self._cause else 'a lost connection'}")
+            self._meet(f"form the group again after: {self.cause.what if self.cause else 'a lost connection'}")
             with self._lock:
                 self.generation += 1
-                self._cause = None
+                self.cause = None
             self._watch()
             try:
                 self._join()
@@ -358,7 +378,7 @@ class Group:
                 break
             except Exception:
                 self._await_cause()
-                if self._cause is None:  # else another rank has already ended the new generation too
+                if self.cause is None:  # else another rank has already ended the new generation too
                     raise
         _call(self._callbacks)
 
@@ -373,6 +393,7 @@ class Group:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._pg = None
+        self.carriers.clear()
 
     def _meet(self, purpose: str) -> None:
         """Wait in the store until every rank is here; say who is missing when they do not come."""
@@ -431,6 +452,7 @@ class Group:
             sys.excepthook = self._excepthook or sys.excepthook
         self._say_goodbye()
         self._pg = None
+        self.carriers.clear()
         self._store = self._side = None
 
     def _say_goodbye(self) -> None:
