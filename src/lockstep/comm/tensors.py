@@ -157,9 +157,10 @@ def gather(group: Group, tree: Any) -> Any:
         group.check("gathering tensors")
     if not isinstance(tree, Tensor) or group.debug:
         leaves, signature = trees.flatten(tree)
-        if signature not in group.memo:
+        plan = group.memo.get(signature)
+        if plan is None:
             trees.require_tensors(leaves, tree, "gather")
-        return gather_flat(group, tree, leaves, signature, _CALLER + 1)
+        return gather_flat(group, tree, leaves, signature, plan, _CALLER + 1)
     # Much of this is written out here that has functions of its own elsewhere: after a collective the caches are cold,
     # and each function costs as much as the work in it.
     number = group.box.enter("gather", (tree.shape, tree.dtype), _CALLER)
@@ -171,26 +172,31 @@ def gather(group: Group, tree: Any) -> Any:
         if not shape:
             leaf, shape = leaf.view(1), torch.Size((1,))  # gloo refuses a source without a dimension
         result = torch.empty((group.world_size * shape[0], *shape[1:]), dtype=dtype, device=device)
-        if dtype not in CARRIED or not leaf.numel():
-            if leaf.numel():
-                all_gather(group, result, leaf)
-            return result
-        group.wait(group.carriers[device]._allgather_base(result, leaf, OPTIONS), "gathering tensors")
+        if dtype in CARRIED and leaf.numel():
+            group.wait(group.carriers[device]._allgather_base(result, leaf, OPTIONS), "gathering tensors")
+        elif leaf.numel():
+            all_gather(group, result, leaf)
         return result
     finally:
         group.box.leave(number)
 
 
 def gather_flat(
-    group: Group, tree: Any, leaves: Sequence[Tensor], signature: tuple[Any, ...], depth: int = _CALLER
+    group: Group,
+    tree: Any,
+    leaves: Sequence[Tensor],
+    signature: tuple[Any, ...],
+    plan: _Plan | None = None,
+    depth: int = _CALLER,
 ) -> Any:
     """Called on: all ranks. `gather` for who has taken the structure apart already, and found only tensors.
 
-    ``depth`` frames up from a black box is who has called us.
+    ``plan`` is what is remembered under the signature; ``depth`` frames up from a black box is who has called us.
     """
     if group.cause is not None:
         group.check("gathering tensors")
-    plan = group.memo.get(signature) or _plan(group, leaves, signature)
+    if plan is None:
+        plan = _plan(group, leaves, signature)
     number = group.box.enter("gather", plan.sign, depth)
     try:
         if group.debug:
