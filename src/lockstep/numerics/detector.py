@@ -19,7 +19,7 @@ from lockstep.numerics.batches import Batches
 from lockstep.numerics.frames import FrameSink
 from lockstep.numerics.gradients import Gradients, Updates
 from lockstep.numerics.ranges import SCALER_PATIENCE
-from lockstep.numerics.reading import Reader, Row, Seen, bad, inputs_of, leaves_of
+from lockstep.numerics.reading import Reader, Row, Seen, inputs_of, leaves_of
 from lockstep.numerics.report import Hit, Underflow
 from lockstep.numerics.stats import Numbers
 from lockstep.numerics.unwrapping import idle, innermost, is_compiled
@@ -174,29 +174,24 @@ class DebugUnderflowOverflow:
         call = hook.count(self._batches.serial)
         if _in_backward() != -1:
             # A checkpointed part computed once more: its numbers were seen, but only now it has gradients to come.
-            self._watch_gradients(hook, call, output)
+            if self._gradients is not None and torch.is_grad_enabled():
+                self._gradients.watch_outputs(hook.name, hook.kind, call, output)
             return
         reader = self._reader
         rows = [reader.weight(key, parameter) for key, parameter in module._parameters.items() if parameter is not None]
         leaves = list(inputs_of(args, kwargs))
         leaves += [("output", output)] if isinstance(output, Tensor) else leaves_of("output", output)
         rows += reader.read(leaves)
-        seen = Seen(self._batches.current, "forward", hook.name, hook.kind, call, rows)
-        self._take(seen, self._frames)
-        if self._detects and any(bad(row) for row in rows):
+        if self._take(Seen(self._batches.current, "forward", hook.name, hook.kind, call, rows), self._frames):
             self._stop("forward", self._frames)
-        self._watch_gradients(hook, call, output)
-
-    def _watch_gradients(self, hook: _ModuleHook, call: int, output: Any) -> None:
         if self._gradients is not None and torch.is_grad_enabled():
             self._gradients.watch_outputs(hook.name, hook.kind, call, output)
 
     def _after_gradient(self, module: str, kind: str, call: int, rows: list[Row]) -> None:
         if not self._looking:
             return
-        seen = Seen(self._batches.current, "backward", module, kind, call, rows)
-        self._take(seen, self._back)
-        if self._detects and any(bad(row) for row in rows) and not self._forgiven():
+        bad = self._take(Seen(self._batches.current, "backward", module, kind, call, rows), self._back)
+        if bad and not self._forgiven():
             self._stop("backward", self._back)
 
     def _forgiven(self) -> bool:
@@ -218,18 +213,23 @@ class DebugUnderflowOverflow:
                 self._sink.add(seen.frame())
             self._stop("optimizer", deque([seen]))
 
-    def _take(self, seen: Seen, frames: deque[Seen]) -> None:
+    def _take(self, seen: Seen, frames: deque[Seen]) -> bool:
+        """Whether there is a bad number in it that is to be stopped at."""
         if self._reader.thorough:
             frame = seen.frame()
             if self._recording and self._sink is not None:
                 self._sink.add(frame)
             if self._tracing and seen.phase == "forward":
                 print("\n".join(report.frame_lines(frame)))
+        bad = False
         for row in seen.rows:
             numbers = row.numbers
-            if isinstance(numbers, Numbers) and numbers.subnormal and (numbers.tiny or 0.0) >= _UNDERFLOW_SHARE:
-                self._underflowed(seen, row.name, str(row.dtype).removeprefix("torch."), numbers.tiny or 0.0)
+            if type(numbers) is Numbers:  # a weight that is still to be read was found finite
+                bad = bad or numbers.nans or numbers.infs
+                if numbers.subnormal and (numbers.tiny or 0.0) >= _UNDERFLOW_SHARE:
+                    self._underflowed(seen, row.name, str(row.dtype).removeprefix("torch."), numbers.tiny or 0.0)
         frames.append(seen)
+        return bad and self._detects
 
     def _underflowed(self, seen: Seen, name: str, dtype: str, share: float) -> None:
         known = self.underflows.get((seen.module, name))

@@ -24,11 +24,13 @@ class Gradients:
     """Looks at the gradient of each module's output, and at that of each parameter, as a backward makes them."""
 
     def __init__(self, reader: Reader, tell: Tell) -> None:
-        self._reader = reader
-        self._tell = tell
+        self.reader = reader
+        self.tell = tell
+        """Takes what was read."""
+        self.on = True
+        """Whether to look."""
         self._watched: dict[int, weakref.ref[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
-        self._on = True
 
     def watch_parameters(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Look at the parameters' gradients from now on."""
@@ -61,25 +63,17 @@ class Gradients:
 
     def remove(self) -> None:
         """Look no more."""
-        self._on = False
+        self.on = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def output(self, name: str, kind: str, call: int, label: str, gradient: Tensor) -> None:
-        """A gradient has reached a module's output."""
-        if self._on:
-            self._tell(name, kind, call, self._reader.read([(label, gradient)]))
-
-    def parameter(self, name: str, kind: str, key: str, gradient: Tensor) -> None:
-        """A parameter's gradient is there; read in full only when it is not finite, or is to be recorded."""
-        if not self._on or (not self._reader.thorough and stats.sum_is_finite(gradient)):
-            return
-        self._tell(name, kind, 0, self._reader.read([(f"{key}.grad", gradient)]))
-
 
 class _ParameterLook:
-    """A hook of a parameter. Copies and pickles of the model get one that does nothing."""
+    """A hook of a parameter, whose gradient is read in full only when it is not finite, or is to be recorded.
+
+    Copies and pickles of the model get one that does nothing.
+    """
 
     __slots__ = ("_gradients", "_key", "_kind", "_name")
 
@@ -87,7 +81,9 @@ class _ParameterLook:
         self._gradients, self._name, self._kind, self._key = gradients, name, kind, key
 
     def __call__(self, gradient: Tensor) -> None:
-        self._gradients.parameter(self._name, self._kind, self._key, gradient)
+        gradients = self._gradients
+        if gradients.on and (gradients.reader.thorough or not stats.sum_is_finite(gradient)):
+            gradients.tell(self._name, self._kind, 0, [gradients.reader.gradient(f"{self._key}.grad", gradient)])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return idle()
@@ -102,7 +98,9 @@ class _OutputLook:
         self._gradients, self._name, self._kind, self._call, self._label = gradients, name, kind, call, label
 
     def __call__(self, gradient: Tensor) -> None:
-        self._gradients.output(self._name, self._kind, self._call, self._label, gradient)
+        gradients = self._gradients
+        if gradients.on:
+            gradients.tell(self._name, self._kind, self._call, [gradients.reader.gradient(self._label, gradient)])
 
 
 class Updates:

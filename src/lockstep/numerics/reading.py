@@ -25,6 +25,7 @@ _NARROW = frozenset(
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and (limits := range_of(dtype)) and limits.narrow
 )
+_ALWAYS, _WHERE_SEEN = stats.ALWAYS, stats.WHERE_SEEN
 Leaf = tuple[str, Any]
 
 
@@ -119,16 +120,23 @@ class Reader:
         """The rows of these tensors; on an accelerator all numbers are got in one go."""
         rows: list[Row] = []
         waiting: list[tuple[int, Tensor]] = []
+        memo, thorough = self._memo, self.thorough
         for name, value in leaves:
             if not isinstance(value, Tensor):
                 rows.append(Row(name, None, None, stats.NONE if value is None else stats.NOT_A_TENSOR))
                 continue
             dtype = value.dtype
-            if dtype is torch.float16:
-                self.half = True
-            found: Any = self._remembered(value)
-            if found is None:
-                found = stats.measure(value, count=self._count(dtype))
+            known = memo.get(id(value))
+            found: Any
+            if (
+                known is not None
+                and known[0]() is value
+                and known[1] == version_of(value) >= 0
+                and (not thorough or known[2].tiny is not None)
+            ):
+                found = known[2]
+            else:
+                found = self._measure(value, dtype)
                 if isinstance(found, Numbers):
                     found = self._remember(value, found)
                 else:
@@ -140,15 +148,18 @@ class Reader:
                 rows[place] = rows[place]._replace(numbers=self._remember(value, numbers))
         return rows
 
-    def _count(self, dtype: torch.dtype) -> int:
-        """Narrow dtypes lose values in ordinary training, others only where their smallest value shows it."""
-        return stats.ALWAYS if self.thorough or dtype in _NARROW else stats.WHERE_SEEN
+    def gradient(self, name: str, tensor: Tensor) -> Row:
+        """The row of a gradient, which nobody will ask for again."""
+        found = self._measure(tensor, tensor.dtype)
+        if not isinstance(found, Numbers):
+            (found,) = stats.fetch([found])
+        return Row(name, tensor.dtype, tensor.shape, found)
 
-    def _remembered(self, tensor: Tensor) -> Numbers | None:
-        known = self._memo.get(id(tensor))
-        if known is None or known[0]() is not tensor or known[1] != version_of(tensor) or known[1] < 0:
-            return None
-        return known[2] if not self.thorough or known[2].tiny is not None else None
+    def _measure(self, tensor: Tensor, dtype: torch.dtype) -> Numbers | stats.Pending:
+        if dtype is torch.float16:
+            self.half = True
+        # Narrow dtypes lose values in ordinary training, others only where their smallest value shows it.
+        return stats.measure(tensor, count=_ALWAYS if self.thorough or dtype in _NARROW else _WHERE_SEEN)
 
     def _remember(self, tensor: Tensor, found: Numbers) -> Numbers:
         if found.infs and not found.nans and stats.is_mask(tensor):
@@ -170,11 +181,6 @@ class Reader:
                 found = stats.fetch([stats.measure(tensor, count=stats.ALWAYS if self.thorough else stats.NEVER)])[0]
             self._weights[id(tensor)] = (weakref.ref(tensor), version, found)
         return Row(name, tensor.dtype, tensor.shape, found)
-
-
-def bad(row: Row) -> bool:
-    """Whether a row shows NaN or infinity; a weight that is still to be read was found finite."""
-    return isinstance(row.numbers, Numbers) and (row.numbers.nans or row.numbers.infs)
 
 
 def inputs_of(args: Any, kwargs: Any) -> Iterator[Leaf]:

@@ -11,7 +11,7 @@ import math
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -68,18 +68,26 @@ class _Bits:
     """The smallest normal number."""
     mantissa: int
     """How many bits of it."""
-    value: Callable[[int], float]
+    values: Callable[[int, int], tuple[float, float]]
+    """The numbers that two integers stand for; both at once, as this is called for each tensor."""
+    mask_tensor: Tensor = field(init=False)
+    """The mask as torch would make it of the number each time."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mask_tensor", torch.tensor(self.mask, dtype=self.integer, device="cpu"))
 
 
-def _unpack(integer: str, real: str) -> Callable[[int], float]:
-    return lambda bits: float(struct.unpack(real, struct.pack(integer, bits))[0])
+def _unpack(integer: str, real: str) -> Callable[[int, int], tuple[float, float]]:
+    pack, unpack = struct.Struct(integer).pack, struct.Struct(real).unpack
+    return lambda low, high: unpack(pack(low, high))
 
 
+_wide = _unpack("<2i", "<2f")
 _BITS = {
-    torch.float32: _Bits(torch.int32, 0x7FFFFFFF, 0x7F800000, 0x00800000, 23, _unpack("<i", "<f")),
-    torch.bfloat16: _Bits(torch.int16, 0x7FFF, 0x7F80, 0x0080, 7, lambda bits: _unpack("<i", "<f")(bits << 16)),
-    torch.float16: _Bits(torch.int16, 0x7FFF, 0x7C00, 0x0400, 10, _unpack("<h", "<e")),
-    torch.float64: _Bits(torch.int64, (1 << 63) - 1, 0x7FF << 52, 1 << 52, 52, _unpack("<q", "<d")),
+    torch.float32: _Bits(torch.int32, 0x7FFFFFFF, 0x7F800000, 0x00800000, 23, _wide),
+    torch.bfloat16: _Bits(torch.int16, 0x7FFF, 0x7F80, 0x0080, 7, lambda low, high: _wide(low << 16, high << 16)),
+    torch.float16: _Bits(torch.int16, 0x7FFF, 0x7C00, 0x0400, 10, _unpack("<2h", "<2e")),
+    torch.float64: _Bits(torch.int64, (1 << 63) - 1, 0x7FF << 52, 1 << 52, 52, _unpack("<2q", "<2d")),
 }
 _WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.float64, torch.bool: torch.uint8}
 
@@ -110,10 +118,12 @@ def measure(tensor: Tensor, *, count: int = NEVER) -> Numbers | Pending:
     """
     try:
         bits = _BITS.get(tensor.dtype)
-        if bits is None or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg() or tensor.is_meta:
+        if bits is None or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg():
             return _uncommon(tensor, count)
         if tensor.is_cpu:
             return _on_host(tensor.detach(), bits, count)
+        if tensor.is_meta:
+            return _uncommon(tensor, count)
         return Pending.of(tensor.detach(), bits, count == ALWAYS)
     except Exception as error:  # a tensor type of the user's own may refuse anything; his run goes on
         return noted(f"unreadable {type(tensor).__name__}: {type(error).__name__}")
@@ -125,9 +135,11 @@ def _on_host(tensor: Tensor, bits: _Bits, count: int) -> Numbers:
         return noted("empty")
     view = tensor.view(bits.integer)
     if size <= CHUNK:
-        masked = view & bits.mask
+        masked = view & bits.mask_tensor
         low, high = torch.aminmax(masked)
         lowest, highest = int(low.item()), int(high.item())
+        if highest < bits.infinity and (not count or (count == WHERE_SEEN and not 0 < lowest < bits.normal)):
+            return Numbers(*bits.values(lowest, highest))  # nearly always
         if count == ALWAYS or (count and 0 < lowest < bits.normal):
             return _numbers(tensor, bits, lowest, highest, size, *_counted(masked, bits, lowest))
         return _numbers(tensor, bits, lowest, highest, size, None, None)
@@ -165,9 +177,9 @@ def _numbers(
     tiny = None if normals is None else (size - normals) / size
     subnormal = None if normals is None or zeros is None else (size - normals - zeros) / size
     if highest < bits.infinity:
-        return Numbers(bits.value(lowest), bits.value(highest), tiny=tiny, subnormal=subnormal)
+        return Numbers(*bits.values(lowest, highest), tiny=tiny, subnormal=subnormal)
     if highest == bits.infinity:
-        return Numbers(bits.value(lowest), inf, infs=True, tiny=tiny, subnormal=subnormal)
+        return Numbers(bits.values(lowest, 0)[0], inf, infs=True, tiny=tiny, subnormal=subnormal)
     infs = any(bool(torch.isinf(piece).any()) for piece in pieces(tensor, CHUNK))
     return Numbers(nan, nan, nans=True, infs=infs, tiny=tiny, subnormal=subnormal)
 
@@ -310,8 +322,8 @@ class Pending:
         infs = any(row[2] for row in rows)
         if highest > bits.infinity:
             return Numbers(nan, nan, nans=True, infs=infs, tiny=tiny, subnormal=subnormal)
-        top = inf if highest == bits.infinity else bits.value(highest)
-        return Numbers(bits.value(lowest), top, infs=infs, tiny=tiny, subnormal=subnormal)
+        low, high = bits.values(lowest, min(highest, bits.infinity))
+        return Numbers(low, high, infs=infs, tiny=tiny, subnormal=subnormal)
 
 
 def fetch(found: Sequence[Numbers | Pending]) -> list[Numbers]:
