@@ -460,6 +460,13 @@ class Root(nn.Module):
         return torch.sqrt(x * 0.0)
 
 
+def test_a_gradient_of_zeros_and_negative_infinities_is_no_mask() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Identity(), nn.Linear(2, 2))
+    model[2].register_full_backward_hook(lambda *_: (torch.tensor([[0.0, -math.inf]]),))
+    with DebugUnderflowOverflow(model), pytest.raises(ValueError, match=r"inf in grad_output\[0\] of 0"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
 def test_the_first_bad_gradient_is_found(capsys: Out) -> None:
     model = chain(nn.Linear(2, 2), Root(), nn.Linear(2, 1))
     with DebugUnderflowOverflow(model):
