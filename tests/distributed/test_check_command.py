@@ -176,8 +176,8 @@ def test_a_rank_that_dies_ends_the_job(tmp_path: Path) -> None:
 SABOTAGE = """
     import contextlib, dataclasses, sys, time
     from unittest import mock
-    from torch import nn
     from lockstep import Accelerator
+    from lockstep.strategies import replica
     from lockstep.testing import checks, trials
 
     @contextlib.contextmanager
@@ -192,11 +192,11 @@ SABOTAGE = """
     BROKEN = {
         "collectives": (trials.free, "broadcast", lambda tensor, from_process=0: tensor),
         "data sharding": (Accelerator, "gather_for_metrics", lambda self, tensor: self.gather(tensor)),
-        "same weights as one process": (nn.parallel.DistributedDataParallel, "forward", unreduced),
-        "gradient accumulation": (nn.parallel.DistributedDataParallel, "forward", unreduced),
-        "mixed precision fp16": (nn.parallel.DistributedDataParallel, "forward", unreduced),
+        "same weights as one process": (replica.DistributedDataParallel, "forward", unreduced),
+        "gradient accumulation": (replica.DistributedDataParallel, "forward", unreduced),
+        "mixed precision fp16": (replica.DistributedDataParallel, "forward", unreduced),
         "mixed precision bf16": (trials.AcceleratorState, "_reset_state", lambda: None),
-        "checkpoint round trip": (trials._Run, "load", lambda self, folder: None),
+        "checkpoint round trip": (Accelerator, "load_state", lambda self, folder: None),
         "random numbers": (trials.rng, "synchronize_rng_states", lambda kinds, generator=None: None),
         "process control": (Accelerator, "main_process_first", late),
         "debug mode": (Accelerator, "gather", lambda self, tensor: tensor),

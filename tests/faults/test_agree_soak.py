@@ -36,4 +36,4 @@ def test_two_hundred_recoveries_leave_nothing(world_size: int, capsys: pytest.Ca
         for rank, result in enumerate(results):
             print(f"\n200 recoveries, rank {rank} of {world_size}: (threads, descriptors) {result['counts']}", end="")
         print()
-    test_agree.check_nothing_piles_up(results)
+    test_agree.check_nothing_piles_up(results, lost=3)

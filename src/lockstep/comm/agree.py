@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Generic, TypeVar
+
+import torch.distributed as dist
 
 from lockstep.comm.objects import all_objects
 from lockstep.errors import PeerFailure
@@ -84,10 +88,36 @@ def agree(group: Group, step: Callable[[], Value], *, watched: bool = False) -> 
     outside, group.sheltered = group.sheltered, group.sheltered or not watched
     group.box.recovering(group.sheltered)
     try:
-        return _together(group, step)
+        with _leavable(group):
+            return _together(group, step)
     finally:
         group.sheltered = outside
         group.box.recovering(outside)
+
+
+@contextmanager
+def _leavable(group: Group) -> Iterator[None]:
+    """A region in which a script's own calls of ``torch.distributed`` can be left as ours can.
+
+    Shutting gloo's sockets frees them too, but now and then gloo misses that, and waits until its time-out. Others wait
+    on the device, where their process group is aborted.
+    """
+    if group.scopes or group.device.type != "cpu":
+        yield
+        return
+    torchs = dist.Work.wait
+
+    def wait(work: dist.Work, timeout: timedelta | None = None) -> bool:
+        if timeout:
+            return torchs(work, timeout)
+        group.wait(work, "calling torch.distributed")
+        return True
+
+    dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        dist.Work.wait = torchs  # type: ignore[method-assign]
 
 
 def _together(group: Group, step: Callable[[], Value]) -> Agreement[Value]:
