@@ -7,12 +7,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import hashing, manifest
 from lockstep.checkpoint.commit import left_beside, numbered
-from lockstep.checkpoint.fetched import Outline
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.fetched import Outline
 
 
 @dataclass(frozen=True, kw_only=True)
