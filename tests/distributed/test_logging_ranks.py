@@ -171,7 +171,9 @@ def test_main_or_all(trio: Ranks, tmp_path: Path) -> None:
 
 def test_without_a_handler_every_rank_prints_with_its_number(trio: Ranks) -> None:
     outcomes = trio.run(print_plainly, on_failure="collect")
-    assert [outcome.output for outcome in outcomes] == [f"INFO [rank {rank}] ranks: hello\n" for rank in range(3)]
+    # Torch says something of its own there when no name server answers.
+    said = [[line for line in outcome.output.splitlines() if "[c10d]" not in line] for outcome in outcomes]
+    assert said == [[f"INFO [rank {rank}] ranks: hello"] for rank in range(3)]
 
 
 def test_in_order_waits_for_a_late_rank(trio: Ranks, tmp_path: Path) -> None:
