@@ -39,6 +39,9 @@ class Outline:
         """What ``torch.load`` would give."""
         self._starts = sorted(self._storages)
         self._targets = [_bytes_of(self._storages[start]) for start in self._starts]
+        ends = [start + len(target) for start, target in zip(self._starts, self._targets, strict=True)]
+        if any(end > start for end, start in zip(ends, self._starts[1:], strict=False)):
+            raise UnfitError("tensors that lie one over the other, of which only one would be read")
 
     def read(self, number: int, chunk: int, hashed: bool) -> str | None:
         """Read a chunk of the file into the tensors; its hash, if wanted, taken while it is in the cache."""
@@ -93,10 +96,12 @@ class Outline:
         if start is None or not 0 <= start <= start + size <= self._size:
             raise UnfitError("a tensor whose bytes are not in the file, or not to be found")
         storage = self._storages.get(start)
-        if storage is None or storage.nbytes() < size:
+        if storage is None:
             storage = torch.UntypedStorage(size)
             if size:
                 self._storages[start] = storage
+        elif storage.nbytes() != size:
+            raise UnfitError("one storage of two sizes")
         tensor = torch.empty(0, dtype=value.dtype)
         tensor.set_(storage, value.storage_offset(), value.shape, value.stride())
         return tensor.requires_grad_(value.requires_grad)

@@ -122,6 +122,20 @@ def test_a_tensor_that_lies_outside_of_the_file_is_left_to_torch(
         Outline(tmp_path / "file")
 
 
+@pytest.mark.parametrize("places", [(640, 640), (640, 700)])
+def test_tensors_that_would_be_read_in_part_are_left_to_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: tuple[int, int]
+) -> None:
+    """As only a forged file has them: memory that nobody has written must not come out."""
+    torch.save(torch.ones(1000), tmp_path / "file")
+    told = [torch.empty(size, device="meta") for size in (20, 30)]
+    for tensor, place in zip(told, places, strict=True):
+        tensor.untyped_storage()._checkpoint_offset = place
+    monkeypatch.setattr(fetched.torch, "load", lambda *_, **__: told)
+    with pytest.raises(UnfitError):
+        Outline(tmp_path / "file")
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("unfit", [False, True])
 def test_a_run_goes_on_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unfit: bool) -> None:
