@@ -19,22 +19,19 @@ import argparse
 import atexit
 import json
 import os
-import re
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from faults import SCENARIOS, Told, run_jobs
 from loop import Parts, Trainer, make_accelerator, make_parts
 from measure import (
     MIN_RATIOS,
@@ -71,7 +68,6 @@ from lockstep.blackbox.box import NoBox
 from lockstep.topology import current
 from lockstep.topology.group import Group
 
-SCRIPT = Path(__file__).resolve().parents[1] / "tests" / "faults" / "out_of_step.py"
 OFF, OFF_AGAIN, CLOCKED = "without", "without (again)", "clocked"
 PLAIN, PLAIN_AGAIN = "plain", "plain (again)"
 EVENT_US, LOOP_RATIO, DEBUG_RATIO, DIAGNOSIS_S = 5.0, 1.01, 1.5, 5.0
@@ -371,82 +367,8 @@ def checked(work: Work, switch: Callable[[bool], None]) -> Work:
 # --- from the fault to the diagnosis -------------------------------------------------------------------------------
 
 
-EXPLAINED = r"lockstep guard: the ranks are out of step|Likely cause: "
-SCENARIOS = {
-    **dict.fromkeys(
-        (
-            *("shapes", "dtypes", "structures", "operations", "opposite order", "gather under main"),
-            *("barrier under main", "raw", "leaves the loop early", "fewer batches", "skips an update"),
-            *("raises and swallows it", "exits with 0"),
-        ),
-        EXPLAINED,
-    ),
-    "raises": "ValueError: sample 11 is broken",
-    "exits with 3": r"failed first: it left with sys.exit\(3\)|exitcode  : 3 ",
-    "asked to end": r"failed first: asked to end \(SIGTERM\)|exitcode  : -15 ",
-    "killed": r"failed first: killed \(SIGKILL\)|exitcode  : -9 ",
-}
-"""Scenario -> the line that names the cause: the guard's, or of a rank that ended the launcher's own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Told:
-    """One job that went wrong."""
-
-    scenario: str
-    launcher: str
-    diagnosis_s: list[float]
-    """From the fault to the line on the screen, one figure a job."""
-    over_s: list[float]
-    """From the fault to the end of the job."""
-    code: int
-
-
-def run_job(scenario: str, launcher: str, folder: Path) -> tuple[float, float, int]:
-    """Seconds from the fault to the diagnosis and to the end of the job, and its exit code."""
-    command = {
-        "lockstep": ["lockstep", "launch", "--cpu", "--num_processes", "2"],
-        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2"],
-    }[launcher]
-    environ = {**os.environ, "LOCKSTEP_RUN_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    fault = told = 0.0
-    lines = []
-    with subprocess.Popen(
-        [sys.executable, "-m", *command, str(SCRIPT), scenario],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environ,
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if found := re.search(r"fault at ([\d.]+)", line):
-                fault = max(fault, float(found[1]))
-            elif not told and re.search(SCENARIOS[scenario], line):
-                told = time.time()
-    over = time.time()
-    if not fault or not told:
-        raise SystemExit(f"{scenario!r} under {launcher} was not explained:\n{''.join(lines)}")
-    return told - fault, over - fault, process.returncode
-
-
 def measure_diagnosis(args: argparse.Namespace) -> Report:
-    found = []
-    jobs = [(scenario, launcher) for launcher in args.launchers for scenario in args.scenarios or SCENARIOS]
-    for number, (scenario, launcher) in enumerate(jobs, 1):
-        print(f"{number} of {len(jobs)}: {scenario} ({launcher})", file=sys.stderr)
-        with tempfile.TemporaryDirectory() as name:
-            runs = [run_job(scenario, launcher, Path(name) / str(run)) for run in range(args.runs)]
-        found.append(
-            Told(
-                scenario=scenario,
-                launcher=launcher,
-                diagnosis_s=[run[0] for run in runs],
-                over_s=[run[1] for run in runs],
-                code=runs[0][2],
-            )
-        )
+    found = run_jobs(args.scenarios or SCENARIOS, args.launchers, args.runs)
     slowest = {
         launcher: max(max(told.diagnosis_s) for told in found if told.launcher == launcher)
         for launcher in args.launchers
