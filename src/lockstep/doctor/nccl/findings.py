@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lockstep.doctor.finding import Finding, Status
+from lockstep.doctor.nccl import waiting
 from lockstep.doctor.nccl.story import Communicator, Problem, Story
 from lockstep.rundir.ranks import name_ranks, number_ranks
 
@@ -36,6 +37,7 @@ def findings(story: Story) -> list[Finding]:
         *_transports(story),
         *_shape(story),
         *_settings(story),
+        *waiting.findings(story.waiting, story.seen),
         *_problems(story),
     ]
 

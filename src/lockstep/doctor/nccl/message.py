@@ -12,7 +12,10 @@ _NCCL = re.compile(
 _RANK = re.compile(r"\[rank(\d+)\]|\[Rank (\d+)\]|\[PG [^\]]*?Rank (\d+)\]|aborted on rank (\d+)")
 _TIME = re.compile(r"\[(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)")
 _COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-HINTS = (b"NCCL", b"nccl", b"c10d", b"socket has", b" WARN ", b"atchdog", b"destroy_process_group", b"Last error:")
+HINTS = (
+    *(b"NCCL", b"nccl", b"c10d", b"socket has", b" WARN ", b"atchdog", b"destroy_process_group", b"Last error:"),
+    *(b"CUDA out of memory", b"CUDA error: "),
+)
 """What a line that matters has in it."""
 _INFO = b" NCCL INFO "
 _LONGEST_PID = 20

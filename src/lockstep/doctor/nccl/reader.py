@@ -108,7 +108,7 @@ def _lines(
                 yield from ((number, piece) for piece in _pieces(line))
             if closed:
                 # What such a line announces stands in the next one.
-                announced = bool(hints) and line.endswith(b":") and _has(line, hints)
+                announced = bool(hints) and line.rstrip().endswith(b":") and _has(line, hints)
                 number += 1
     if rest and (announced or _has(rest, hints)):
         yield from ((number, piece) for piece in _pieces(rest.rstrip(b"\r")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lockstep.doctor.nccl.knowledge import Entry
+from lockstep.doctor.nccl.waiting import Waiting
 
 UNKNOWN, FOLLOWS = 1, 2
 _WEIGHTS = {"cause": 0, "follows": FOLLOWS}
@@ -87,6 +88,10 @@ class Story:
     """Variable -> value -> who has it."""
     problems: list[Problem] = field(default_factory=list)
     """What went wrong, the likeliest cause first."""
+    waiting: Waiting = field(default_factory=Waiting)
+    """How far each rank had come when torch's watchdog gave up."""
+    seen: set[int] = field(default_factory=set)
+    """The ranks that the job is known to have."""
     failed: bool = False
     """Whether NCCL shows a call that failed."""
     lines: int = 0

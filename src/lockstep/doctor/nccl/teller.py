@@ -10,6 +10,7 @@ from lockstep.doctor.nccl import message
 from lockstep.doctor.nccl.knowledge import Entry, Knowledge
 from lockstep.doctor.nccl.message import Message
 from lockstep.doctor.nccl.story import FOLLOWS, Communicator, Problem, Story
+from lockstep.doctor.nccl.waiting import Waiting
 
 EVIDENCE = 600
 """Characters of a line that are kept as evidence."""
@@ -74,6 +75,7 @@ class Teller:
         self._facts: dict[tuple[str, str, Who], None] = {}
         self._last_error = False
         """Whether the line before announced the text of NCCL's last error."""
+        self._waiting = Waiting()
 
     def add(self, log: str, number: int, raw: bytes) -> None:
         """One more line."""
@@ -95,6 +97,9 @@ class Teller:
         for kind, value, who in self._facts:
             place = story.versions.setdefault(value, set()) if kind == "version" else self._setting(kind, value)
             place.add(self._named(who))
+        story.waiting = self._waiting
+        if story.world is not None and story.world.ranks <= _MOST_PROCESSES:
+            story.seen.update(range(story.world.ranks))
         story.problems = _ordered([self._problem(key, kept) for key, kept in self._seen.items()])
         return story
 
@@ -118,10 +123,20 @@ class Teller:
                 if not said.level:
                     self._story.lines += 1
             entry = self._knowledge.find(said.whole)
+            if not said.level:
+                self._watch(log, said)
         if entry is not None:
             self._keep(entry, log, number, said, who)
         elif said.level in ("WARN", "ABORT", "ERROR") or (last_error and said.whole):
             self._keep(None, log, number, said, who)
+
+    def _watch(self, log: str, said: Message) -> None:
+        """What torch's watchdog says of how far this rank has come."""
+        rank = _rank_in(log, said)
+        if rank is not None:
+            if len(self._story.seen) < _MOST_PROCESSES:
+                self._story.seen.add(rank)
+            self._waiting.read(said.whole, rank)
 
     def _inform(self, said: Message, who: Who) -> None:
         first = said.text.split(" ", 1)[0]
@@ -296,11 +311,9 @@ class Teller:
 
     def _problem(self, key: tuple[Any, ...], kept: list[Any]) -> Problem:
         log, number, said, who, count = kept
-        rank = said.rank
-        if rank is None and said.level:
-            rank = self._rank(who)
-        if rank is None and (named := _FILE_RANK.search(log)):
-            rank = int(named[1][:9])
+        rank = self._rank(who) if said.level and said.rank is None else said.rank
+        if rank is None:
+            rank = _rank_in(log, said)
         evidence = said.whole
         if len(evidence) > EVIDENCE:
             # Torch puts a whole traceback on one line at times: the beginning says it.
@@ -329,6 +342,13 @@ class Teller:
         if rank is not None:
             return rank
         return f"{who[0]}:{who[1]}" if who[0] else "a process that is not named"
+
+
+def _rank_in(log: str, said: Message) -> int | None:
+    """The rank that a line names, or else its file."""
+    if said.rank is None and (named := _FILE_RANK.search(log)):
+        return int(named[1][:9])
+    return said.rank
 
 
 def transport(via: str) -> str:
