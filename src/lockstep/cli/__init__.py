@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -32,18 +34,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words and words[0] in COMMANDS else None
     try:
-        if name is None:
-            return _general(words)
-        module = importlib.import_module(f"lockstep.cli.{name}")
-        if getattr(module, "RAW", False):
-            return int(module.run(words[1:]))
-        what = COMMANDS[name]
-        parser = argparse.ArgumentParser(prog=f"lockstep {name}", description=what.capitalize() + ".")
-        module.add_arguments(parser)
-        return int(module.run(parser.parse_args(words[1:])))
+        code = _general(words) if name is None else _command(name, words[1:])
+        sys.stdout.flush()  # here, where it can still be heard that nobody reads
+        return code
     except LockstepError as error:
         print(f"lockstep {name}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Whoever reads has seen enough, as `head` does; what is left to be written at the end must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _command(name: str, words: Sequence[str]) -> int:
+    module = importlib.import_module(f"lockstep.cli.{name}")
+    if getattr(module, "RAW", False):
+        return int(module.run(words))
+    parser = argparse.ArgumentParser(prog=f"lockstep {name}", description=COMMANDS[name].capitalize() + ".")
+    module.add_arguments(parser)
+    return int(module.run(parser.parse_args(words)))
 
 
 def _general(words: Sequence[str]) -> int:

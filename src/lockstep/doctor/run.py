@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -66,6 +67,7 @@ def _tell(told: Told | None, check: Check, found: dict[str, list[Finding]]) -> N
 
 
 def _answer(writer: Connection, check: Check, situation: Situation) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the doctor, which ends its checks
     writer.send([finding.plain() for finding in look(check, situation)])
     writer.close()
 
