@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config import env
 from lockstep.doctor import table
+from lockstep.doctor.checks import CHECKS
 from lockstep.doctor.finding import Finding, exit_code
 from lockstep.doctor.run import run_checks
 from lockstep.doctor.situation import Situation
@@ -75,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
             main_port=place.main_port or 29500,
             launched=place.agent_store,
         )
-        findings = run_checks(situation)
+        # Cores and threads are the ranks' own: a launcher may have tied each to other ones.
+        findings = run_checks(situation, [check for check in CHECKS if check.name not in ("cores", "threads")])
     from lockstep.cli.doctor_net import in_rank
     from lockstep.doctor.net.program import Options
 
@@ -114,8 +116,6 @@ class _Progress:
 
     def tell(self, check: Check, findings: list[Finding]) -> None:
         """One more has."""
-        from lockstep.doctor.checks import CHECKS
-
         self.done += 1
         if sys.stderr.isatty():
             end = "\r\x1b[K" if self.done == len(CHECKS) else ""

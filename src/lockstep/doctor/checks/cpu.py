@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from lockstep.config import limits
 from lockstep.doctor.finding import Finding
@@ -35,11 +36,17 @@ def cores(situation: Situation) -> Finding:
     )
 
 
+def told_threads(environ: Mapping[str, str]) -> int | None:
+    """The threads that the environment asks for; None where it does not, or not in a number."""
+    text = environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
 def threads(situation: Situation) -> Finding:
     """Whether the threads of all ranks together fit the cores."""
     usable = usable_cores()
     text = situation.environ.get("OMP_NUM_THREADS", "")
-    each = int(text) if text.isdecimal() and int(text) > 0 else None
+    each = told_threads(situation.environ)
     data = {"OMP_NUM_THREADS": each, "cores": usable, "processes": situation.processes}
     if text and each is None:
         return Finding(

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
+from lockstep.config import limits
 from lockstep.doctor import interfaces
+from lockstep.doctor.checks import cpu
 from lockstep.doctor.net.results import Member
 from lockstep.doctor.net.wire import Listener
 from lockstep.launch.machine import route_to
@@ -50,6 +52,9 @@ def introduce(
         token=listener.token,
         others=_ways_out(present, topology.main_address),
         speed=0 if holder is None or holder.is_loopback else holder.speed,
+        cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (),
+        share=limits.cores(),
+        threads=cpu.told_threads(environ),
         versions=versions(script),
         findings=list(findings),
     )

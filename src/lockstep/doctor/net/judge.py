@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from lockstep.doctor.finding import Finding
+from lockstep.doctor.net import cores
 from lockstep.doctor.net.results import Contact, Link, Member, Report
 
 SLOWER = 3.0
@@ -38,6 +39,7 @@ def findings(report: Report) -> list[Finding]:
         *_lines(report),
         *_clocks(report),
         *versions(report.members),
+        *cores.findings(report.members),
         *_devices(report.members),
         *_collectives(report),
     ]

@@ -61,6 +61,12 @@ class Member(Plain):
     """Its other interfaces that lead out, with their addresses."""
     speed: int = 0
     """What the interface should give, in Mbit/s; 0 when it does not say."""
+    cores: Sequence[int] = ()
+    """The cores that it may use."""
+    share: float | None = None
+    """The cores' worth of time that its control group allows; None when it does not limit it."""
+    threads: int | None = None
+    """The threads that it is told to use; None when it is not told."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """What must be the same everywhere."""
     findings: Sequence[Mapping[str, Any]] = ()
