@@ -50,8 +50,12 @@ class PartialState(ProcessView):
 
     @property
     def debug(self) -> bool:
-        """Whether each collective is verified before it runs."""
+        """Whether each collective is verified before it runs. Can be switched, on all ranks at the same place."""
         return self._group.debug
+
+    @debug.setter
+    def debug(self, verified: bool) -> None:
+        self._group.debug = bool(verified)
 
     def set_device(self) -> None:
         """Make this process's device torch's current one."""

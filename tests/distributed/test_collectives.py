@@ -93,6 +93,11 @@ def summed(parts: list[Tensor]) -> Tensor:
     return total.sum(0, dtype=total.dtype)
 
 
+def greatest(parts: list[Tensor]) -> Tensor:
+    """The largest values, in the dtype of the parts."""
+    return torch.stack(parts).long().amax(0).to(parts[0].dtype)
+
+
 def combine(how: Any, per_rank: list[Any]) -> Any:
     """The expected tree: leaf by leaf from the trees of all ranks."""
     columns = zip(*([leaf for _, leaf in trees.walk_paths(tree)] for tree in per_rank), strict=True)
@@ -113,6 +118,8 @@ def all_dtypes_and_shapes() -> None:
             same(tensors.gather(group, mine), joined(parts))
             same(tensors.reduce(group, mine, "sum"), summed(parts))
             same(tensors.reduce(group, mine, "mean"), summed(parts) / group.world_size)
+            if not dtype.is_complex:
+                same(tensors.reduce(group, mine, "max"), greatest(parts))
             same(mine, parts[group.rank])
             root = seed % group.world_size
             received = tensors.broadcast(group, mine, root)
@@ -238,6 +245,8 @@ def random_trees(seeds: range, large: bool) -> int:
         same(found, total)
         kept.append((found, total))
         same(tensors.reduce(group, mine, "mean"), trees.map_tensors(lambda t: t / group.world_size, total))
+        real = trees.map_tensors(lambda leaf: leaf.real, mine)
+        same(tensors.reduce(group, real, "max"), combine(lambda parts: greatest([p.real for p in parts]), everyone))
         same(mine, everyone[group.rank])
         root = seed % group.world_size
         tensors.broadcast(group, mine, root)
@@ -297,6 +306,17 @@ def reductions() -> None:
     same(tensors.reduce(group, torch.tensor([2.0]), "sum", scale=0.5), torch.tensor([1.0 * size]))
     same(tensors.reduce(group, torch.tensor([2.0]), "mean", scale=0.5), torch.tensor([1.0]))
     same(tensors.reduce(group, torch.tensor([2]), "sum", scale=0.5), torch.tensor([1.0 * size]))
+    same(tensors.reduce(group, torch.tensor([rank, -rank]), "max"), torch.tensor([size - 1, 0]))
+    same(tensors.reduce(group, torch.tensor([False, rank == 0]), "max"), torch.tensor([False, True]))
+    with pytest.raises(ConfigError, match="complex numbers have no order"):
+        tensors.reduce(group, torch.tensor([1j]), "max")
+    # A nan is told, whoever has it: gloo and NCCL lose one that is not on the first rank.
+    for length in (1, 300_000):
+        own = torch.zeros(size + 1).repeat(length)
+        own[rank] = torch.nan
+        found = tensors.reduce(group, own, "max")
+        assert found[:size].isnan().all()
+        assert not found[size:].any()
     # The function's default is the mean, the method's is the sum, as in Accelerate.
     same(free_reduce(torch.tensor(2.0)), torch.tensor(2.0))
     same(Accelerator(cpu=True).reduce(torch.tensor(2.0)), torch.tensor(2.0 * size))

@@ -15,7 +15,7 @@ def gather(tensor: Any) -> Any:
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Called on: all ranks. Each tensor of the structure averaged (or summed) over the ranks."""
+    """Called on: all ranks. Each tensor of the structure averaged over the ranks; or their "sum", or their "max"."""
     return tensors.reduce(current.require().group, tensor, reduction, scale)
 
 

@@ -25,7 +25,7 @@ class Talk:
         return tensors.gather(self._group, tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Called on: all ranks. Each tensor of the structure summed (or averaged) over the ranks."""
+        """Called on: all ranks. Each tensor of the structure summed over the ranks; or their "mean", or their "max"."""
         return tensors.reduce(self._group, tensor, reduction, scale)
 
     def pad_across_processes(

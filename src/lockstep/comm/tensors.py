@@ -28,9 +28,9 @@ _LOCAL_SUM_BYTES = 1 << 20
 _MAX_PLANS = 256
 _CALLER = 3
 """Frames from a black box up to who has called us through the accelerator or ``utils``."""
-_REDUCTIONS = {"sum": "reduce (sum)", "mean": "reduce (mean)"}
+_REDUCTIONS = {"sum": "reduce (sum)", "mean": "reduce (mean)", "max": "reduce (max)"}
 _SUMMABLE = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32))
-"""Dtypes that every backend adds up by itself."""
+"""Dtypes that every backend adds up, and compares, by itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,37 +313,37 @@ def _compared_rows(
 
 @torch.no_grad()
 def reduce(group: Group, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Called on: all ranks. Each tensor of the structure summed or averaged over the ranks, then scaled.
+    """Called on: all ranks. Each tensor of the structure summed or averaged over the ranks, or its largest values; scaled.
 
     ``"none"`` leaves the ranks' values apart. The input is not changed. A mean of whole numbers is a float; booleans
-    are counted.
+    are counted, and their maximum is a boolean. A nan on any rank is a nan in the maximum, too.
     """
-    if reduction not in ("sum", "mean", "none"):
-        raise ConfigError(f"reduction={reduction!r} is not known. Allowed: 'sum', 'mean', 'none'.")
+    if reduction not in ("sum", "mean", "max", "none"):
+        raise ConfigError(f"reduction={reduction!r} is not known. Allowed: 'sum', 'mean', 'max', 'none'.")
     leaves, signature = trees.flatten(tree)
     trees.require_tensors(leaves, tree, "reduce")
+    if reduction == "max" and any(leaf.is_complex() for leaf in leaves):
+        raise ConfigError("reduction='max': complex numbers have no order. Reduce .abs(), or .real and .imag.")
     if reduction == "none" or group.world_size == 1:
         return tree if scale == 1.0 else trees.map_tensors(lambda leaf: leaf * scale, tree)
     group.check("reducing tensors")
     number = group.box.enter(_REDUCTIONS[reduction], signature, _CALLER)
     try:
-        sums = _sum(group, [_dense(leaf) for leaf in leaves], signature, tree, _REDUCTIONS[reduction])
+        found = _combine(group, [_dense(leaf) for leaf in leaves], signature, tree, reduction)
     finally:
         group.box.leave(number)
-    factor = scale / group.world_size if reduction == "mean" else scale
-    if factor != 1.0 or reduction == "mean":
-        sums = [_scaled(total, group.world_size, reduction, scale) for total in sums]
-    return trees.unflatten(tree, iter(sums))
-
-
-def _scaled(total: Tensor, world_size: int, reduction: str, scale: float) -> Tensor:
     if reduction == "mean":
-        total = total / world_size
-    return total if scale == 1.0 else total * scale
+        found = [total / group.world_size for total in found]
+    if scale != 1.0:
+        found = [total * scale for total in found]
+    return trees.unflatten(tree, iter(found))
 
 
-def _sum(group: Group, leaves: list[Tensor], signature: tuple[Any, ...], tree: Any, operation: str) -> list[Tensor]:
-    leaves = [leaf.long() if leaf.dtype == torch.bool else leaf for leaf in leaves]
+def _combine(group: Group, leaves: list[Tensor], signature: tuple[Any, ...], tree: Any, reduction: str) -> list[Tensor]:
+    """The sums of the leaves over the ranks, or their largest values."""
+    largest, operation = reduction == "max", _REDUCTIONS[reduction]
+    flags = [leaf.dtype == torch.bool for leaf in leaves]
+    leaves = [leaf.long() if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
     # In order of appearance, which is the same on all ranks; the order of a set is not.
     dtypes = dict.fromkeys((leaf.dtype, leaf.device.type) for leaf in leaves)
     native = all(dtype in _SUMMABLE for dtype, _ in dtypes)
@@ -351,24 +351,41 @@ def _sum(group: Group, leaves: list[Tensor], signature: tuple[Any, ...], tree: A
     small = total_bytes + _ALIGN * len(leaves) <= verify.ROOM
     if not native or (len(dtypes) > 1 and total_bytes <= _LOCAL_SUM_BYTES) or (group.debug and small):
         # One gather whatever the dtypes; each rank adds in the same order, so all get the same bits.
-        rows, _ = _gather_rows(group, leaves, ("sum", *signature), tree, operation)
-        return [
-            torch.stack(ranks).sum(0, dtype=leaf.dtype).view(leaf.shape).to(leaf.device)
-            for ranks, leaf in zip(rows, leaves, strict=True)
-        ]
-    if group.debug:
-        verify.check(group, verify.Meant(operation=operation, tree=tree))
-    sums: list[Tensor] = list(leaves)
-    for dtype, kind in dtypes:
-        places = [place for place, leaf in enumerate(leaves) if (leaf.dtype, leaf.device.type) == (dtype, kind)]
-        chosen = [leaves[place] for place in places]
-        flat = torch.cat([leaf.reshape(-1) for leaf in chosen]) if len(chosen) > 1 else chosen[0].reshape(-1).clone()
-        if flat.numel():
-            group.wait(group.carriers[flat.device].allreduce([flat], dist.AllreduceOptions()), "reducing tensors")
-        pieces = flat.split([leaf.numel() for leaf in chosen])
-        for place, leaf, piece in zip(places, chosen, pieces, strict=True):
-            sums[place] = piece.view(leaf.shape)
-    return sums
+        rows, _ = _gather_rows(group, leaves, ("max" if largest else "sum", *signature), tree, operation)
+        found = []
+        for ranks, leaf in zip(rows, leaves, strict=True):
+            stacked = torch.stack(ranks)
+            total = stacked.amax(0) if largest else stacked.sum(0, dtype=leaf.dtype)
+            found.append(total.view(leaf.shape).to(leaf.device))
+    else:
+        if group.debug:
+            verify.check(group, verify.Meant(operation=operation, tree=tree))
+        found = list(leaves)
+        for dtype, kind in dtypes:
+            places = [place for place, leaf in enumerate(leaves) if (leaf.dtype, leaf.device.type) == (dtype, kind)]
+            chosen = [leaves[place] for place in places]
+            flat = torch.cat([leaf.reshape(-1) for leaf in chosen]) if len(chosen) > 1 else chosen[0].reshape(-1).clone()
+            if flat.numel():
+                _combine_in_place(group, flat, largest)
+            pieces = flat.split([leaf.numel() for leaf in chosen])
+            for place, leaf, piece in zip(places, chosen, pieces, strict=True):
+                found[place] = piece.view(leaf.shape)
+    return [total.bool() if flag and largest else total for total, flag in zip(found, flags, strict=True)]
+
+
+def _combine_in_place(group: Group, flat: Tensor, largest: bool) -> None:
+    """Called on: all ranks. Sum, or the largest values, by the backend."""
+    carrier, options = group.carriers[flat.device], dist.AllreduceOptions()
+    if not largest:
+        group.wait(carrier.allreduce([flat], options), "reducing tensors")
+        return
+    options.reduceOp = dist.ReduceOp.MAX
+    bad = flat.isnan().to(torch.int32) if flat.is_floating_point() else None
+    group.wait(carrier.allreduce([flat], options), "reducing tensors")
+    if bad is not None:
+        # Backends compare with <, which a nan always loses: it would be gone without a word.
+        group.wait(carrier.allreduce([bad], options), "reducing tensors")
+        flat.masked_fill_(bad.bool(), float("nan"))
 
 
 # --- broadcast ---------------------------------------------------------------------------------------------------

@@ -92,6 +92,8 @@ def reduces():
         "method mean scaled": each(lambda item: accelerator.reduce(item, reduction="mean", scale=3.0), *mean),
         "function default": each(reduce, *mean),
         "function sum": each(lambda item: reduce(item, reduction="sum"), *SUMMABLE),
+        "method max": each(lambda item: accelerator.reduce(item, "max"), *SUMMABLE),
+        "function max": each(lambda item: reduce(item, "max"), *SUMMABLE),
         "method none": each(lambda item: accelerator.reduce(item, "none"), *mean),
         "mean of whole numbers": each(lambda item: accelerator.reduce(item, "mean"), "matrix"),
         "none scaled": each(lambda item: accelerator.reduce(item, "none", 2.0), *mean),
