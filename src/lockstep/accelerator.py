@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import monotonic
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from lockstep.optim.effective import Record
 
 _numbers = itertools.count()
+_living: weakref.WeakValueDictionary[int, Accelerator] = weakref.WeakValueDictionary()
+"""The accelerators of this process, by their numbers."""
 _LATER = (
     "init_trackers, get_tracker, log, trackers, maybe_context_parallel, lomo_backward, torch_device_mesh, is_fsdp2, "
     "deepspeed_plugin, fp8_backend, should_save_model, tensor_parallel_rank, data_parallel_rank, "
@@ -165,6 +168,7 @@ class Accelerator(Prepares, Talk, SavesModels):
         self._prepared = (self._models, self._optimizers, self._schedulers, self._dataloaders)
         self._updates = 0
         self._number = next(_numbers)
+        _living[self._number] = self
         self._record: Record | None = None
         """How the run is set up; None before its first update."""
         self._guarded = False
@@ -199,12 +203,27 @@ class Accelerator(Prepares, Talk, SavesModels):
             mixed.check_device(self._settings.mixed_precision, topology.device)
 
     def __repr__(self) -> str:
+        if "_strategy" not in self.__dict__:  # unpickled in a process that is not its own
+            return f"Accelerator({self._topology})"
         return (
             f"Accelerator({self._topology}; {self._strategy_reason}; mixed precision "
             f"{self._precision.mode} from {self._settings.precision_source})"
         )
 
+    @classmethod
+    def _of_session(cls, session: current.Session, number: int | None) -> Any:
+        return None if number is None else _living.get(number)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from lockstep.comm import pickled
+
+        number = self.__dict__.get("_number")
+        return pickled.taken_apart(self, number, self._session.mixed_precision)
+
     def __getattr__(self, name: str) -> Any:
+        away = getattr(self.__dict__.get("_group"), "away", None)
+        if away and not name.startswith("__"):
+            raise AttributeError(f"Accelerator.{name}: {away}")
         if name in _LATER.split(", "):
             raise AttributeError(f"Accelerator.{name} is known from Accelerate, but this release does not have it yet.")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -214,7 +233,8 @@ class Accelerator(Prepares, Talk, SavesModels):
     @property
     def state(self) -> AcceleratorState:
         """A view of this process's place and precision."""
-        return AcceleratorState()
+        state: AcceleratorState = AcceleratorState._of_session(self._session, None)
+        return state
 
     @property
     def gradient_state(self) -> GradientState:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, random_split
 
-from lockstep import Accelerator, DataLoaderConfiguration
+from lockstep import Accelerator, DataError, DataLoaderConfiguration
 from lockstep.testing import run_ranks
 from tests.datasets import Numbers
 
@@ -141,6 +141,38 @@ def test_saved_on_two_ranks_it_goes_on_on_one_three_and_four(options: dict[str, 
             assert result["after"] != together
         afters.append(third[0]["after"])
     assert all(after == afters[0] for after in afters), "the next epoch is not the next permutation"
+
+
+def each_its_own(kind: str, stateful: bool) -> tuple[list[int], list[int], str]:
+    options = DataLoaderConfiguration(dispatch_batches=True, use_stateful_dataloader=stateful)
+    accelerator = Accelerator(dataloader_config=options)
+    data: Any = Numbers(23) if kind == "map" else Remembering(23)
+    loader = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=kind == "map"))
+    left: list[int] = []
+    state: dict[str, Any] = {}
+    for number, batch in enumerate(loader):
+        if number == 1:
+            state = loader.state_dict()
+        elif number > 1:
+            left += accelerator.gather_for_metrics(batch).tolist()
+    others = accelerator.gather_for_metrics([state], use_gather_object=True)
+    loader.load_state_dict(state)
+    again = [item for batch in loader for item in accelerator.gather_for_metrics(batch).tolist()]
+    try:
+        loader.load_state_dict(others[-1])
+    except DataError as error:
+        return left, again, str(error)
+    return left, again, ""
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_with_one_that_reads_each_goes_on_from_its_own_state(kind: str, stateful: bool) -> None:
+    (left, again, refused), *others = run_ranks(each_its_own, 2, kind, stateful)
+    assert again == left
+    assert len(left) == 23 - 8
+    assert others == [(left, left, "")]
+    assert "Load the one that rank 0 gave" in refused  # only rank 0 knows where the data is
 
 
 @pytest.mark.parametrize("dispatch", [False, True])

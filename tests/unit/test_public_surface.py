@@ -85,5 +85,7 @@ def test_reduce_has_two_defaults() -> None:
 
 
 def test_a_wrong_reduction(alone: None) -> None:
-    with pytest.raises(lockstep.ConfigError, match=r"reduction='max' is not known\. Allowed: 'sum', 'mean', 'none'"):
-        lockstep.utils.reduce(torch.ones(1), "max")
+    with pytest.raises(
+        lockstep.ConfigError, match=r"reduction='min' is not known\. Allowed: 'sum', 'mean', 'max', 'none'"
+    ):
+        lockstep.utils.reduce(torch.ones(1), "min")

@@ -313,7 +313,7 @@ def _compared_rows(
 
 @torch.no_grad()
 def reduce(group: Group, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Called on: all ranks. Each tensor of the structure summed or averaged over the ranks, or its largest values; scaled.
+    """Called on: all ranks. The sums, means or largest values of each tensor of the structure over the ranks, scaled.
 
     ``"none"`` leaves the ranks' values apart. The input is not changed. A mean of whole numbers is a float; booleans
     are counted, and their maximum is a boolean. A nan on any rank is a nan in the maximum, too.
@@ -364,7 +364,9 @@ def _combine(group: Group, leaves: list[Tensor], signature: tuple[Any, ...], tre
         for dtype, kind in dtypes:
             places = [place for place, leaf in enumerate(leaves) if (leaf.dtype, leaf.device.type) == (dtype, kind)]
             chosen = [leaves[place] for place in places]
-            flat = torch.cat([leaf.reshape(-1) for leaf in chosen]) if len(chosen) > 1 else chosen[0].reshape(-1).clone()
+            flat = (
+                torch.cat([leaf.reshape(-1) for leaf in chosen]) if len(chosen) > 1 else chosen[0].reshape(-1).clone()
+            )
             if flat.numel():
                 _combine_in_place(group, flat, largest)
             pieces = flat.split([leaf.numel() for leaf in chosen])
@@ -379,7 +381,7 @@ def _combine_in_place(group: Group, flat: Tensor, largest: bool) -> None:
     if not largest:
         group.wait(carrier.allreduce([flat], options), "reducing tensors")
         return
-    options.reduceOp = dist.ReduceOp.MAX
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     bad = flat.isnan().to(torch.int32) if flat.is_floating_point() else None
     group.wait(carrier.allreduce([flat], options), "reducing tensors")
     if bad is not None:

@@ -12,6 +12,7 @@ from lockstep.comm import control
 from lockstep.comm.barrier import barrier
 from lockstep.config.choices import DistributedType
 from lockstep.errors import ConfigError
+from lockstep.topology import current
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
@@ -19,8 +20,21 @@ from lockstep.topology.topology import Topology
 class ProcessView:
     """The questions and orders that ``Accelerator`` and ``PartialState`` have in common."""
 
+    _session: current.Session
     _topology: Topology
     _group: Group
+
+    @classmethod
+    def _of_session(cls, session: current.Session, number: int | None) -> Any:
+        """The view of this process that was pickled; None when there is none such."""
+        view = cls.__new__(cls)
+        view._session, view._topology, view._group = session, session.topology, session.group
+        return view
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from lockstep.comm import pickled  # loaded where it is used, as few scripts do
+
+        return pickled.taken_apart(self, precision=self._session.mixed_precision)
 
     @property
     def device(self) -> torch.device:

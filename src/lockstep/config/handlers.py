@@ -1,4 +1,4 @@
-"""The option objects users build and hand to ``Accelerator``: each checks itself when it is made.
+"""The option objects users build and hand to ``Accelerator``: each checks itself when it is made and when it changes.
 
 Without ``__eq__``: nobody compares them, and generating it for a dozen classes takes time from every import.
 """
@@ -22,12 +22,39 @@ def _check_flags(options: Any) -> None:
             raise ConfigError(f"{type(options).__name__}.{option.name}={value!r} must be True or False.")
 
 
-@dataclass(frozen=True, eq=False)
-class KwargsHandler:
-    """Options for one part of PyTorch; at most one of each kind goes into ``kwargs_handlers``."""
+class Options:
+    """What all of them have in common: an option that is changed is checked, and one that comes too late says so."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = [option.name for option in fields(self)]  # type: ignore[arg-type]
+        if name not in known:
+            raise ConfigError(f"{type(self).__name__} has no option {name!r}. Allowed: {', '.join(known)}.")
+        if "_used" in self.__dict__:
+            raise ConfigError(
+                f"{type(self).__name__}.{name}={value!r} comes too late: an Accelerator was made with it and has used "
+                "it. Set it before, or hand a new one to a new Accelerator."
+            )
+        first = name not in self.__dict__
+        before = self.__dict__.get(name)
+        object.__setattr__(self, name, value)
+        if not first:
+            try:
+                self.__post_init__()
+            except ConfigError:
+                object.__setattr__(self, name, before)
+                raise
 
     def __post_init__(self) -> None:
         _check_flags(self)
+
+    def use(self) -> None:
+        """From now on a change would have no effect."""
+        object.__setattr__(self, "_used", True)
+
+
+@dataclass(eq=False)
+class KwargsHandler(Options):
+    """Options for one part of PyTorch; at most one of each kind goes into ``kwargs_handlers``."""
 
     def to_kwargs(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
@@ -39,7 +66,7 @@ class KwargsHandler:
         }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class AutocastKwargs(KwargsHandler):
     """Options of ``torch.autocast`` in mixed precision."""
 
@@ -49,7 +76,7 @@ class AutocastKwargs(KwargsHandler):
     """Whether cast weights are kept for the length of the region; None leaves it to torch."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of ``torch.nn.parallel.DistributedDataParallel``."""
 
@@ -98,7 +125,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GradScalerKwargs(KwargsHandler):
     """Options of ``torch.amp.GradScaler``, the loss scaling of fp16."""
 
@@ -128,7 +155,7 @@ class GradScalerKwargs(KwargsHandler):
                 raise ConfigError(f"GradScalerKwargs.{name}={value!r} must be {allowed}.")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class InitProcessGroupKwargs(KwargsHandler):
     """Options of the process group."""
 
@@ -152,7 +179,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             raise ConfigError(f"InitProcessGroupKwargs.timeout={self.timeout} must be above zero.")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ProfileKwargs(KwargsHandler):
     """Options of ``torch.profiler.profile`` for ``accelerator.profile()``."""
 
@@ -187,7 +214,7 @@ class ProfileKwargs(KwargsHandler):
             raise ConfigError(f"ProfileKwargs.activities holds {unknown}. Allowed: {', '.join(known)}.")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GradientAccumulationPlugin(KwargsHandler):
     """How gradients are accumulated over micro-batches."""
 
@@ -218,8 +245,8 @@ def check_steps(value: Any, name: str) -> int:
     return value
 
 
-@dataclass(frozen=True, eq=False)
-class DataLoaderConfiguration:
+@dataclass(eq=False)
+class DataLoaderConfiguration(Options):
     """How prepared loaders share data between ranks."""
 
     split_batches: bool = False
@@ -238,7 +265,7 @@ class DataLoaderConfiguration:
     """Whether torchdata's StatefulDataLoader reads, which also keeps an iterable data set's own state."""
 
     def __post_init__(self) -> None:
-        _check_flags(self)
+        super().__post_init__()
         if self.data_seed is not None and not self.use_seedable_sampler:
             raise ConfigError(
                 f"DataLoaderConfiguration.data_seed={self.data_seed} has no effect without "
@@ -273,7 +300,7 @@ class ProjectConfiguration:
             self.logging_dir = self.project_dir
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TorchDynamoPlugin(KwargsHandler):
     """Options of ``torch.compile`` for prepared models."""
 

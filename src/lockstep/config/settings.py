@@ -22,7 +22,10 @@ from lockstep.config.handlers import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
     KwargsHandler,
+    Options,
     ProjectConfiguration,
     TorchDynamoPlugin,
     check_steps,
@@ -195,6 +198,13 @@ def read_settings(
             )
         )
     problems.raise_any()
+    used: list[Options | None] = [gradient_accumulation_plugin]
+    used += [settings.handlers.get(kind) for kind in (InitProcessGroupKwargs, GradScalerKwargs)]
+    if same_everywhere:
+        used += [dataloader_config, settings.data]
+    for options in used:
+        if options is not None:
+            options.use()
     return settings
 
 

@@ -52,7 +52,8 @@ def load(loader: PreparedDataLoader, state: dict[str, Any]) -> None:
             f"This is no state of a prepared loader (version {state.get('version')!r}, expected {_VERSION}). "
             "Pass what its state_dict() gave."
         )
-    if state["begun"] and not state["reads"]:
+    # A rank that is only given batches needs to know no more than how far it is.
+    if state["begun"] and not state["reads"] and loader.reads:
         raise DataError(
             "This state was taken in the middle of an epoch on a rank that does not read the data itself "
             "(dispatch_batches). Load the one that rank 0 gave."

@@ -127,11 +127,11 @@ class PreparedDataLoader(DataLoader[Any]):
     @property
     def even_batches(self) -> bool:
         """Whether samples are repeated at the end so that all ranks get equally many batches."""
-        return self.shard.deal.even
+        return self.shard.even_batches
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        self.shard.deal.even = bool(value)
+        self.shard.even_batches = value
 
     @property
     def reads(self) -> bool:

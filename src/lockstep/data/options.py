@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from lockstep.config.handlers import DataLoaderConfiguration
 
 
@@ -29,7 +27,7 @@ class DataOptions:
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        self.dataloader_config = dataclasses.replace(self.dataloader_config, even_batches=bool(value))
+        self.dataloader_config.even_batches = bool(value)
 
     @property
     def use_seedable_sampler(self) -> bool:

@@ -117,6 +117,15 @@ class Shard:
         self.again: Tensor | None = None
         """Such a state, for the next iteration to begin with."""
 
+    @property
+    def even_batches(self) -> bool:
+        """Whether samples are repeated at the end so that all ranks get equally many batches."""
+        return self.deal.even
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.deal.even = bool(value)
+
     def _opening(self) -> tuple[int, Tensor | None]:
         start, again = self.start, self.again
         self.forget()
