@@ -167,6 +167,10 @@ class GradientState:
             )
         self._accumulation = accumulation or Accumulation(gradient_accumulation_plugin or GradientAccumulationPlugin())
 
+    @staticmethod
+    def _reset_state() -> None:
+        """Nothing is to be forgotten (for tests): each accelerator has its own."""
+
     @property
     def num_steps(self) -> int:
         """Micro-batches per update."""

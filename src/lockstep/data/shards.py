@@ -118,6 +118,11 @@ class Shard:
         """Such a state, for the next iteration to begin with."""
 
     @property
+    def batch_sampler(self) -> Any:
+        """The user's own, by the name that Accelerate has for it."""
+        return self.inner
+
+    @property
     def even_batches(self) -> bool:
         """Whether samples are repeated at the end so that all ranks get equally many batches."""
         return self.deal.even
