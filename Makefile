@@ -39,7 +39,7 @@ lint: $(VENV)/.installed   ## ruff (rules and format) and the import contracts
 types: $(VENV)/.installed   ## mypy, strict
 	$(PY) -m mypy
 
-soak: $(VENV)/.installed   ## the long test matrices; keeps their output in docs/soak.md
+soak: $(VENV)/.installed-bench   ## the long test matrices; keeps their output in docs/soak.md
 	@bash scripts/apt.sh
 	$(PY) scripts/soak.py
 
