@@ -22,6 +22,8 @@ code { background: #f1f1f1; padding: 0 .25rem } svg { max-width: 100%; height: a
   body { background: #16181b; color: #e6e6e6 } code { background: #2a2d31 } .why { color: #aaa }
   .error { color: #ff8080 } .warning { color: #f0b050 } .ok { color: #7fd07f } svg text { fill: #e6e6e6 } }
 """
+_FULL = math.log(4)
+"""The strongest colour is for what is at least four times as bad as the best: what differs little looks alike."""
 _CELL = 64
 _EDGE = 120
 
@@ -84,7 +86,8 @@ def _map(
     by_pair = {(link.a, link.b): link for link in report.links}
     marked, broken = judge.marks(report), judge.broken_pairs(report.contacts)
     known = [found for link in report.links for forth in (True, False) if (found := value(link, forth))]
-    low, high = (math.log(min(known)), math.log(max(known))) if known else (0.0, 0.0)
+    best = math.log((min if high_is_bad else max)(known)) if known else 0.0
+    span = max([_FULL, *(abs(math.log(found) - best) for found in known)])
     width = _EDGE + _CELL * len(ranks)
     yield f"<h2>{_text(title)}</h2>"
     yield f"<svg viewBox='0 0 {width} {30 + _CELL * len(ranks)}' width={width} role=img aria-label='{_text(title)}'>"
@@ -102,8 +105,8 @@ def _map(
             found = None if link is None else value(link, member.rank < rank)
             colour, text = ("#d03030", "failed") if pair in broken else ("#8882", "-")
             if link is not None:
-                share = 0.0 if found is None or high == low else (math.log(found) - low) / (high - low)
-                colour, text = _shade(share if high_is_bad else 1 - share), shown(found)
+                bad = abs(math.log(found) - best) / span if found else 0.0
+                colour, text = _shade(bad), shown(found)
             tip = f"{member.rank} to {rank}: {text}" + "".join(f"; {mark}" for mark in marked.get(pair, []))
             kind = "out" if pair in broken else "bad" if pair in marked else "cell"
             yield _square(_EDGE + _CELL * column, top, colour, text, tip, kind)

@@ -81,3 +81,13 @@ def test_the_page_stands_alone_and_has_a_cell_for_each_pair() -> None:
     assert sum(tag == "rect" for tag, _ in tags.seen) == 2 * 6
     assert made.count(">failed</text>") == 4
     assert sum(tag == "circle" for tag, _ in tags.seen) == 2  # the sizes that were measured
+
+
+def test_what_differs_little_looks_alike_and_what_is_bad_does_not() -> None:
+    report = healthy(("a", "b", "c"))
+    little = with_link(with_link(report, 0, 1, forth=1e9, back=1e9), 0, 2, forth=0.8e9, back=0.8e9)
+    little = with_link(little, 1, 2, forth=0.9e9, back=0.9e9)
+    much = with_link(little, 1, 2, forth=0.9e9, back=1e7)
+    strongest = page._shade(1.0)
+    assert strongest not in page.render(little, [])
+    assert page.render(much, []).count(strongest) == 1
