@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,14 @@ def on(machine: Machine, do: str, undo: str) -> Iterator[None]:
         machine.run(["sh", "-c", undo])
 
 
+def firewall(machine: Machine, rule: str) -> AbstractContextManager[None]:
+    """A rule for what comes in."""
+    if shutil.which("nft", path=os.environ["PATH"] + ":/usr/sbin") is None:
+        pytest.skip("nft is not installed (scripts/apt.sh installs it)")
+    chain = "nft add table ip doctor && nft 'add chain ip doctor input { type filter hook input priority 0; }'"
+    return on(machine, f"{chain} && nft add rule ip doctor input {rule}", "nft delete table ip doctor")
+
+
 def test_a_long_and_a_thin_cable_are_marked_and_the_third_is_not(three_machines: Three, tmp_path: Path) -> None:
     page = tmp_path / "net.html"
     thin = "tc qdisc add dev eth2 root tbf rate 40mbit burst 64kb latency 200ms"
@@ -139,14 +148,11 @@ def test_a_long_and_a_thin_cable_are_marked_and_the_third_is_not(three_machines:
 
 
 def test_blocked_and_unreachable_pairs_are_named_and_the_rest_is_measured(three_machines: Three) -> None:
-    if shutil.which("nft", path=os.environ["PATH"] + ":/usr/sbin") is None:
-        pytest.skip("nft is not installed (scripts/apt.sh installs it)")
     node0, node1, node2 = three_machines
     # As firewalls are set up: what people know of is open, and what the system picks is not.
     rule = f"ip saddr {node1.address} tcp dport != 29702 tcp flags '& (syn | ack)' == syn drop"
-    block = "nft add table ip doctor && nft 'add chain ip doctor input { type filter hook input priority 0; }' && "
     with (
-        on(node2, f"{block} nft add rule ip doctor input {rule}", "nft delete table ip doctor"),
+        firewall(node2, rule),
         on(
             node1,
             f"ip route replace unreachable {node0.address}/32 && ip route flush cache",
@@ -172,6 +178,20 @@ def test_blocked_and_unreachable_pairs_are_named_and_the_rest_is_measured(three_
     assert told.report["all_reduce"]["points"][0]["seconds"] > 0
     assert told.alarm is not None
     assert told.alarm < 30  # the bar is 10 s
+
+
+def test_a_machine_that_cannot_reach_the_meeting_point_says_so_and_the_rest_is_measured(three_machines: Three) -> None:
+    node0, node1, _ = three_machines
+    with firewall(node0, f"ip saddr {node1.address} drop"):
+        told = doctor(three_machines, 29704, "--quick", "--patience", "8")
+    assert told.codes == [1, 1, 0]
+    assert told.report["missing"] == [1]
+    assert told.link(0, 2)["forth"] > 0
+    assert told.report["all_reduce"]["ranks"] == [0, 2]
+    said = " ".join(told.errors.split())
+    assert "rank 1 on node1 (eth0 10.212.0.2) cannot connect to 10.212.0.1 port 29704, where all ranks meet" in said
+    assert "nc -vz 10.212.0.1 29704" in said
+    assert "socket.cpp" not in said  # torch is not let loose on a way that is closed
 
 
 def test_a_wrong_interface_and_a_script_that_differs(three_machines: Three, tmp_path: Path) -> None:

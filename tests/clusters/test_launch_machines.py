@@ -117,11 +117,14 @@ def test_a_machine_that_nobody_answers_says_where_it_looked(
         str(tmp_path / "marks"),
         main=two_machines[0],
         port=29621,
-        flags=["--rdzv_conf", "timeout=3,read_timeout=3"],
+        flags=["--rdzv_conf", "timeout=6,read_timeout=6"],
     )
     ((code, _, err),) = finish([started], two_machines)
     assert code == 2
     assert "could not reach the meeting point 10.211.0.1:29621" in err
+    # Before torch gives up, which by default takes a minute.
+    assert "nobody listens at 10.211.0.1:29621, the meeting point" in err
+    assert "trying on from 10.211.0.2 (eth0)" in err
 
 
 def test_a_rank_that_leaves_on_one_machine_ends_the_job_on_both(two_machines: Machines, tmp_path: Path) -> None:

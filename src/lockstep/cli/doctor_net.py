@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from lockstep.doctor.net.program import Options
     from lockstep.doctor.net.results import Report
 
+_OFTEN, _SELDOM = 1.0, 16.0
+"""Seconds between two lines about what goes on."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
@@ -174,17 +177,23 @@ def _publish(report: Report, *, as_json: bool, page: Path | None, rates: bool) -
 
 
 class _Progress:
-    """What is going on, on stderr: what is new at once, and no more than one line a second."""
+    """What is going on, on stderr: what is new at once or a second later, and what goes on for long ever less often."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
-        self.last = 0.0
+        self.last = -_OFTEN
+        self.text = ""
+        self.pause = _OFTEN
 
     def say(self, text: str) -> None:
         now = time.monotonic()
-        if now - self.last >= 1.0 or text.startswith(("connecting", "barrier")):
-            self.last = now
-            print(f"lockstep doctor: {now - self.started:5.1f} s  {text}", file=sys.stderr, flush=True)
+        same = text == self.text
+        at_once = not same and text.startswith(("connecting", "barrier"))
+        if not at_once and now - self.last < (self.pause if same else _OFTEN):
+            return
+        self.pause = min(_SELDOM, 2 * self.pause) if same else _OFTEN
+        self.last, self.text = now, text
+        print(f"lockstep doctor: {now - self.started:5.1f} s  {text}", file=sys.stderr, flush=True)
 
     def alarm(self, findings: list[Finding]) -> None:
         print("\n".join(table.lines(findings)), file=sys.stderr, flush=True)

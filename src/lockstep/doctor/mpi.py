@@ -16,6 +16,7 @@ from lockstep.doctor import interfaces, ssh
 from lockstep.doctor.finding import Finding, exit_code
 from lockstep.errors import ConfigError
 from lockstep.launch import mpi
+from lockstep.launch.machine import knock
 from lockstep.launch.mpi import Dialect, Host
 
 MPIRUN = 60.0
@@ -144,7 +145,7 @@ def _steps(program: str, to: ssh.Target, mpirun: str | None, own_version: str) -
     yield Finding(
         check=f"{host}: name", status="ok", what=f"{to.name} is {told}", data={**data, "addresses": addresses}
     )
-    problem = ssh.knock(to.name, to.port)
+    problem = knock(to.name, to.port, ssh.CONNECT)
     if problem:
         yield Finding(
             check=f"{host}: port {to.port}",

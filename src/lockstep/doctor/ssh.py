@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import json
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -83,17 +82,6 @@ def resolve(name: str) -> list[str]:
         raise OSError(0, answer.reason.partition("] ")[2] or answer.reason)
     found: list[str] = json.loads(answer.out)
     return found
-
-
-def knock(name: str, port: int) -> str:
-    """Try to connect: empty when it works, else why not."""
-    try:
-        socket.create_connection((name, port), timeout=CONNECT).close()
-    except TimeoutError:
-        return f"no answer within {CONNECT:g} s"
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
-    return ""
 
 
 def remote(program: str, host: str, command: Sequence[str], limit: float = COMMAND) -> Answer:

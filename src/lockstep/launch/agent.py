@@ -1,9 +1,7 @@
 """Several processes on this machine, under torch's elastic agent: ranks, meeting other machines, restarts, signals.
 
-Three things are added to torch's agent. Where machines have numbers they keep them: torch numbers them as they come.
-The attempt has a name that all machines agree on: torch counts restarts on each machine by itself, so that after a
-failure on one the processes of another would look for each other in the wrong place. And the second signal kills at
-once.
+What is added to torch's agent: each rank's output goes through ours, the guard's verdict ends it, no process is left
+behind, and the second signal kills at once. How machines meet is in `rendezvous`.
 """
 
 from __future__ import annotations
@@ -13,13 +11,11 @@ import os
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.elastic.rendezvous.registry as registry
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.agent.server.api import (
     _TERMINAL_STATE_SYNC_ID,
@@ -29,19 +25,14 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.elastic.utils import store as store_util
 
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
-from lockstep.errors import ConfigError, TopologyError
+from lockstep.errors import TopologyError
 from lockstep.guard.watcher import WATCHED, Found, Watcher, read_stall
+from lockstep.launch import rendezvous
 from lockstep.launch.output import Output
 from lockstep.launch.plan import Plan
 from lockstep.launch.report import Exit
@@ -52,8 +43,6 @@ _OBEDIENCE = 2.0
 """Seconds in which ranks that the guard has stopped end by themselves, before they are killed."""
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 """How torch ends a process whose collective got other data than it asked for."""
-_SILENCE = 5.0
-"""Seconds of waiting for other machines after which we say so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,68 +57,6 @@ class Ending:
     """What the guard said when it stopped the job."""
     saved: bool = False
     """Whether the ranks were told to go, and have saved their state."""
-
-
-class Meeting(RendezvousHandler):
-    """Torch's rendezvous, with machine numbers kept and the attempt named."""
-
-    def __init__(self, inner: RendezvousHandler, plan: Plan, say: Callable[[str], None]) -> None:
-        self._inner = inner
-        self._plan = plan
-        self._say = say
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Called on: all machines. Meet, agree on numbers and on the name of this attempt."""
-        with _told(self._say, f"waiting for {self._plan.machines} machines at {self._plan.endpoint}", self._plan):
-            info = self._inner.next_rendezvous()
-            rank = info.rank
-            if self._plan.machine_rank is not None and self._plan.machines > 1 and self._plan.rdzv_backend == "c10d":
-                rank = self._own_number(info)
-        if info.rank == 0:
-            info.store.set("lockstep/attempt", uuid.uuid4().hex[:8])
-        # Inherited by the processes that are started next.
-        env.publish({"LOCKSTEP_ATTEMPT": info.store.get("lockstep/attempt").decode()})
-        return RendezvousInfo(info.store, rank, info.world_size, info.bootstrap_store_info)  # type: ignore[arg-type]
-
-    def _own_number(self, info: RendezvousInfo) -> int:
-        own = self._plan.machine_rank
-        info.store.set(f"lockstep/machine/{info.rank}", str(own))
-        said = [int(info.store.get(f"lockstep/machine/{peer}")) for peer in range(info.world_size)]
-        if sorted(said) != list(range(info.world_size)):
-            raise TopologyError(
-                f"The machines call themselves {', '.join(map(str, sorted(said)))}, and must be numbered 0 to "
-                f"{info.world_size - 1}, each once. Correct --machine_rank (here: {own})."
-            )
-        return int(own)  # type: ignore[arg-type]
-
-    def get_backend(self) -> str:
-        """The kind of meeting."""
-        return self._inner.get_backend()
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Whether the ranks use the store in which the agents met."""
-        return self._inner.use_agent_store
-
-    def is_closed(self) -> bool:
-        """Whether nobody can join any more."""
-        return self._inner.is_closed()
-
-    def set_closed(self) -> None:
-        """Let nobody join any more."""
-        self._inner.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        """Machines that wait for the next round."""
-        return self._inner.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        """The job's name."""
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        """Leave."""
-        return self._inner.shutdown()
 
 
 class Streams(LogsSpecs):
@@ -288,22 +215,8 @@ def run(
     plan: Plan, logs: Path, output: Output, tell: Callable[[str], None], on_failure: Callable[[tuple[Exit, ...]], str]
 ) -> Ending:
     """Start the ranks of this machine and stay until they have ended."""
-    rendezvous = RendezvousParameters(
-        backend=plan.rdzv_backend,
-        endpoint=plan.endpoint,
-        run_id=str(plan.value("rdzv_id", "lockstep")) if plan.machines > 1 else uuid.uuid4().hex,
-        min_nodes=plan.machines,
-        max_nodes=plan.machines,
-        local_addr=plan.address,
-        **_settings(plan),
-    )
     quiet_torch()
-    try:
-        meeting = Meeting(registry.get_rendezvous_handler(rendezvous), plan, tell)
-    except RendezvousConnectionError as error:
-        raise _unreachable(plan) from error
-    except ValueError as error:
-        raise ConfigError(f"The meeting cannot be set up by --rdzv_backend {plan.rdzv_backend}: {error}") from error
+    meeting = rendezvous.open_meeting(plan, tell)
     spec = WorkerSpec(
         role=plan.value("role", "default"),
         local_world_size=plan.per_machine,
@@ -343,7 +256,7 @@ def run(
         # Machine 0 hosts the meeting. When it has ended because of a verdict, we have heard of that.
         result = None
         if agent.verdict is None:
-            raise _lost(plan) if agent.pids() else _unreachable(plan) from error
+            raise _lost(plan) if agent.pids() else rendezvous.unreachable(plan) from error
     finally:
         watcher.close()
         agent._sweep()
@@ -402,28 +315,6 @@ def _numa() -> Any:
     return NumaOptions(affinity_mode=AffinityMode.NODE)
 
 
-def _settings(plan: Plan) -> dict[str, str]:
-    """``--rdzv_conf``, and who hosts the meeting: machine 0, whatever its name resolves to."""
-    settings: dict[str, str] = {}
-    for pair in filter(None, str(plan.value("rdzv_conf", "")).split(",")):
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"--rdzv_conf {pair!r} must be key=value, and several separated by commas.")
-        settings[name.strip()] = value.strip()
-    if plan.rdzv_backend == "c10d":
-        hosts = plan.machines == 1 if plan.machine_rank is None else plan.machine_rank == 0
-        if hosts or plan.machine_rank is not None:
-            settings.setdefault("is_host", str(hosts).lower())
-    return settings
-
-
-def _unreachable(plan: Plan) -> TopologyError:
-    return TopologyError(
-        f"This machine ({plan.address}) could not reach the meeting point {plan.endpoint}. Check that the command runs "
-        "on machine 0, that the address is one the others can reach, and that the port is open between them."
-    )
-
-
 def _lost(plan: Plan) -> TopologyError:
     return TopologyError(
         f"The meeting point {plan.endpoint} has gone: the launcher on machine 0 has ended, and the processes here were "
@@ -442,21 +333,3 @@ def _handled(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _told(say: Callable[[str], None], what: str, plan: Plan) -> Iterator[None]:
-    """Say what takes so long, once it does."""
-    if plan.machines == 1:
-        yield
-        return
-    start = time.monotonic()
-    timer = threading.Timer(_SILENCE, say, [f"{what} …"])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        if time.monotonic() - start > _SILENCE:
-            say(f"all {plan.machines} machines are here.")

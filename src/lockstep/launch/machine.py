@@ -14,6 +14,9 @@ from lockstep.errors import ConfigError
 _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "accel*", "davinci[0-9]*", "dxg")
 """Where Linux shows accelerators. Where none of these exists, asking torch would only take time."""
 
+REFUSED = "connection refused"
+"""Of a port: its machine answers, and nobody listens there; or a firewall says so."""
+
 
 def usable_cores() -> int:
     """Cores that this process may use: fewer than the machine has, when it is tied to some or limited by its cgroup."""
@@ -55,6 +58,19 @@ def next_free(port: int) -> int:
     with closing(socket.socket()) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def knock(address: str, port: int, limit: float) -> str:
+    """Try to connect: empty when it works, else why not."""
+    try:
+        with closing(socket.create_connection((address, port), timeout=limit)):
+            return ""
+    except ConnectionRefusedError:
+        return REFUSED
+    except TimeoutError:
+        return f"no answer within {limit:g} s"
+    except (OSError, OverflowError, UnicodeError) as error:
+        return (getattr(error, "strerror", None) or str(error)).lower()
 
 
 def route_to(address: str, port: int) -> tuple[str, str | None]:

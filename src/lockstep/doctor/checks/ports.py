@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.doctor import interfaces
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.situation import Situation
-from lockstep.launch.machine import is_free, next_free
+from lockstep.launch.machine import REFUSED, is_free, knock, next_free
 
 _CONNECT = 3.0
 
@@ -37,20 +37,12 @@ def main_port(situation: Situation) -> Finding:
 
 
 def _reachable(address: str, port: int, data: dict[str, Any], may_be_early: bool = False) -> Finding:
-    try:
-        with closing(socket.create_connection((address, port), timeout=_CONNECT)):
-            pass
-    except ConnectionRefusedError:
-        if may_be_early:
-            what = f"{address} answers; nobody listens at {port} there yet, as long as no job runs"
-            return Finding(check="main port", status="ok", what=what, data=data)
-        reason = "connection refused"
-    except TimeoutError:
-        reason = f"no answer within {_CONNECT:g} s"
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-    else:
+    reason = knock(address, port, _CONNECT)
+    if not reason:
         return Finding(check="main port", status="ok", what=f"{address} port {port} can be reached", data=data)
+    if reason == REFUSED and may_be_early:
+        what = f"{address} answers; nobody listens at {port} there yet, as long as no job runs"
+        return Finding(check="main port", status="ok", what=what, data=data)
     return Finding(
         check="main port",
         status="error",

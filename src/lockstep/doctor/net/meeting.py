@@ -15,13 +15,19 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
+from lockstep.doctor.finding import Finding
+from lockstep.doctor.net import way
+from lockstep.doctor.net.results import Member
 from lockstep.errors import TopologyError
+from lockstep.launch.machine import is_free, next_free
 from lockstep.topology.topology import Topology
 
 SLICE = 1.0
 """Seconds after which a wait says whom it waits for."""
 _SHORTEST, _LONGEST = 0.001, 0.05
 """Seconds between two looks."""
+_OPENING = 15.0
+"""Seconds for torch to open a store whose address answers."""
 
 
 class Meeting:
@@ -37,33 +43,37 @@ class Meeting:
         """Whether the store is gone, and with it whoever hosts it."""
 
     @classmethod
-    def join(cls, topology: Topology, patience: float, said: Callable[[str], None] = lambda text: None) -> Meeting:
+    def join(
+        cls,
+        topology: Topology,
+        own: Member,
+        patience: float,
+        said: Callable[[str], None] = lambda text: None,
+        alarm: Callable[[list[Finding]], None] = lambda findings: None,
+    ) -> Meeting:
         """Called on: all ranks. Open the store of the job; whoever else is there or not does not matter yet."""
         if topology.main_address is None or topology.main_port is None:
             return cls(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]
         hosts = topology.rank == 0 and not topology.agent_store
-        deadline = time.monotonic() + patience
-        while True:
-            try:
-                store = TCPStore(
-                    topology.main_address,
-                    topology.main_port,
-                    topology.world_size,
-                    is_master=hosts,
-                    timeout=timedelta(seconds=max(1.0, min(5.0, deadline - time.monotonic()))),
-                    wait_for_workers=False,
-                    multi_tenant=True,
-                )
-                break
-            except (dist.DistNetworkError, dist.DistStoreError) as error:
-                reason = str(error).strip().splitlines()[0]
-                if time.monotonic() >= deadline or hosts:
-                    raise TopologyError(
-                        f"Rank {topology.rank} cannot reach the job's store at {topology.main_address} port "
-                        f"{topology.main_port} ({reason}). See that rank 0 runs there, that the name leads there from "
-                        f"this machine, and that the port is open between them."
-                    ) from error
-                said(f"waiting for the store at {topology.main_address} port {topology.main_port} ({reason})")
+        if hosts:
+            _require_free(topology.main_port)
+        else:
+            deadline = time.monotonic() + patience
+            reason = way.wait_for(own, topology.main_address, topology.main_port, deadline, said, alarm)
+            if reason:
+                raise _no_way(topology, reason)
+        try:
+            store = TCPStore(
+                topology.main_address,
+                topology.main_port,
+                topology.world_size,
+                is_master=hosts,
+                timeout=timedelta(seconds=_OPENING),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise _no_way(topology, str(error).strip().splitlines()[0]) from error
         prefix = PrefixStore(f"lockstep/doctor/attempt_{topology.attempt}", store)
         return cls(prefix, topology.rank, topology.world_size)
 
@@ -141,6 +151,23 @@ class Meeting:
     def missing(self) -> list[int]:
         """Ranks that did not come."""
         return sorted(self._lost)
+
+
+def _require_free(port: int) -> None:
+    """Raise where another program has the port at which this rank is to be met."""
+    if not is_free(port):
+        raise TopologyError(
+            f"Port {port}, at which the ranks are to meet, is in use on this machine. Name another one for all ranks "
+            f"(MASTER_PORT, --main_process_port, --master_port): {next_free(port)} is free here."
+        )
+
+
+def _no_way(topology: Topology, reason: str) -> TopologyError:
+    return TopologyError(
+        f"Rank {topology.rank} cannot reach the job's store at {topology.main_address} port {topology.main_port} "
+        f"({reason}). See that rank 0 runs there, that the name leads there from this machine, and that the port is "
+        "open between them."
+    )
 
 
 def _ranks(numbers: set[int]) -> str:

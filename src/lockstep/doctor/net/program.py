@@ -71,8 +71,6 @@ def examine(
     speak: Say = said if said is not None and topology.rank == 0 else _silent
     listener = Listener()
     try:
-        meeting = Meeting.join(topology, options.patience, said or _silent)
-        run = _Run(meeting, topology, options, speak, alarm if topology.rank == 0 else None)
         own = facts.introduce(
             topology,
             environ,
@@ -80,6 +78,8 @@ def examine(
             script=options.script,
             findings=[finding.plain() for finding in own_findings],
         )
+        meeting = Meeting.join(topology, own, options.patience, said or _silent, alarm or _unheard)
+        run = _Run(meeting, topology, options, speak, alarm if topology.rank == 0 else None)
         return run.whole(own), topology.rank
     finally:
         listener.close()
@@ -100,6 +100,10 @@ def _topology(environ: Mapping[str, str]) -> Topology:
 
 def _silent(text: str) -> None:
     """Say nothing."""
+
+
+def _unheard(findings: list[Finding]) -> None:
+    """Nobody wants to know at once."""
 
 
 class _Run:

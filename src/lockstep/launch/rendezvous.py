@@ -1,0 +1,182 @@
+"""How the launchers of several machines meet, by torch's rendezvous.
+
+Two things are added to it. Where machines have numbers they keep them: torch numbers them as they come. And the attempt
+has a name that all machines agree on: torch counts restarts on each machine by itself, so that after a failure on one
+the processes of another would look for each other in the wrong place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+
+import torch.distributed.elastic.rendezvous.registry as registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+)
+
+from lockstep.config import env
+from lockstep.errors import ConfigError, TopologyError
+from lockstep.launch.machine import REFUSED, interface_of, knock
+from lockstep.launch.plan import Plan
+
+_SILENCE = 5.0
+"""Seconds of waiting for other machines after which we say so."""
+_ONE_TRY = 2.0
+"""Seconds for one connection, made to see what is in the way."""
+
+
+def open_meeting(plan: Plan, tell: Callable[[str], None]) -> Meeting:
+    """Called on: all machines. Host the place where they meet, or find the way there."""
+    parameters = RendezvousParameters(
+        backend=plan.rdzv_backend,
+        endpoint=plan.endpoint,
+        run_id=str(plan.value("rdzv_id", "lockstep")) if plan.machines > 1 else uuid.uuid4().hex,
+        min_nodes=plan.machines,
+        max_nodes=plan.machines,
+        local_addr=plan.address,
+        **_settings(plan),
+    )
+    try:
+        with _told(tell, lambda: _obstacle(plan), plan.machines, after=_ONE_TRY):
+            return Meeting(registry.get_rendezvous_handler(parameters), plan, tell)
+    except RendezvousConnectionError as error:
+        raise unreachable(plan) from error
+    except ValueError as error:
+        raise ConfigError(f"The meeting cannot be set up by --rdzv_backend {plan.rdzv_backend}: {error}") from error
+
+
+class Meeting(RendezvousHandler):
+    """Torch's rendezvous, with machine numbers kept and the attempt named."""
+
+    def __init__(self, inner: RendezvousHandler, plan: Plan, say: Callable[[str], None]) -> None:
+        self._inner = inner
+        self._plan = plan
+        self._say = say
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Called on: all machines. Meet, agree on numbers and on the name of this attempt."""
+        number = self._plan.machines
+        waiting = f"waiting for {number} machines at {self._plan.endpoint} …"
+        with _told(self._say, lambda: waiting, number, f"all {number} machines are here."):
+            info = self._inner.next_rendezvous()
+            rank = info.rank
+            if self._plan.machine_rank is not None and self._plan.machines > 1 and self._plan.rdzv_backend == "c10d":
+                rank = self._own_number(info)
+        if info.rank == 0:
+            info.store.set("lockstep/attempt", uuid.uuid4().hex[:8])
+        # Inherited by the processes that are started next.
+        env.publish({"LOCKSTEP_ATTEMPT": info.store.get("lockstep/attempt").decode()})
+        return RendezvousInfo(info.store, rank, info.world_size, info.bootstrap_store_info)  # type: ignore[arg-type]
+
+    def _own_number(self, info: RendezvousInfo) -> int:
+        own = self._plan.machine_rank
+        info.store.set(f"lockstep/machine/{info.rank}", str(own))
+        said = [int(info.store.get(f"lockstep/machine/{peer}")) for peer in range(info.world_size)]
+        if sorted(said) != list(range(info.world_size)):
+            raise TopologyError(
+                f"The machines call themselves {', '.join(map(str, sorted(said)))}, and must be numbered 0 to "
+                f"{info.world_size - 1}, each once. Correct --machine_rank (here: {own})."
+            )
+        return int(own)  # type: ignore[arg-type]
+
+    def get_backend(self) -> str:
+        """The kind of meeting."""
+        return self._inner.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether the ranks use the store in which the agents met."""
+        return self._inner.use_agent_store
+
+    def is_closed(self) -> bool:
+        """Whether nobody can join any more."""
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        """Let nobody join any more."""
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """Machines that wait for the next round."""
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        """The job's name."""
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        """Leave."""
+        return self._inner.shutdown()
+
+
+def _settings(plan: Plan) -> dict[str, str]:
+    """``--rdzv_conf``, and who hosts the meeting: machine 0, whatever its name resolves to."""
+    settings: dict[str, str] = {}
+    for pair in filter(None, str(plan.value("rdzv_conf", "")).split(",")):
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--rdzv_conf {pair!r} must be key=value, and several separated by commas.")
+        settings[name.strip()] = value.strip()
+    if plan.rdzv_backend == "c10d":
+        hosts = plan.machines == 1 if plan.machine_rank is None else plan.machine_rank == 0
+        if hosts or plan.machine_rank is not None:
+            settings.setdefault("is_host", str(hosts).lower())
+    return settings
+
+
+def unreachable(plan: Plan) -> TopologyError:
+    """For a machine that does not get to the others."""
+    return TopologyError(
+        f"This machine ({plan.address}) could not reach the meeting point {plan.endpoint}. Check that the command runs "
+        "on machine 0, that the address is one the others can reach, and that the port is open between them."
+    )
+
+
+def _obstacle(plan: Plan) -> str:
+    """What is in the way to the meeting point, tried by hand: torch says nothing of it before it gives up."""
+    address, _, port = plan.endpoint.rpartition(":")
+    reason = knock(address.strip("[]"), int(port), _ONE_TRY) if address and port.isdecimal() else ""
+    if not reason:
+        return f"waiting for the meeting point {plan.endpoint} …"
+    here = f"{plan.address} ({interface_of(plan.address)})"
+    if reason == REFUSED:
+        return f"nobody listens at {plan.endpoint}, the meeting point, or a firewall refuses; trying on from {here} …"
+    return (
+        f"the meeting point {plan.endpoint} cannot be reached from {here}: {reason}. Check that it is an address of "
+        f"machine 0, the route there, and that the port is open between them; still trying …"
+    )
+
+
+@contextlib.contextmanager
+def _told(
+    say: Callable[[str], None], what: Callable[[], str], machines: int, then: str = "", after: float = _SILENCE
+) -> Iterator[None]:
+    """Say what takes so long, once it does, and when it is over."""
+    if machines == 1:
+        yield
+        return
+    over = threading.Event()
+
+    def tell() -> None:
+        text = what()
+        if not over.is_set():
+            say(text)
+
+    start = time.monotonic()
+    timer = threading.Timer(after, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        over.set()
+        if then and time.monotonic() - start > after:
+            say(then)
