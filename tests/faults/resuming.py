@@ -45,7 +45,7 @@ for epoch in range(loader.iteration, 2):
             optimizer.step(); scheduler.step(); optimizer.zero_grad()
         count.batches += 1
         if "slow" in fates:
-            time.sleep(0.05)
+            time.sleep(0.25)
         if count.batches % 4 == 0:
             accelerator.save_state(blocking=count.batches % 8 == 0)
         if deaths < len(fates) and fates[deaths] == f"{accelerator.process_index}:{count.batches}":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -57,7 +58,13 @@ class Answer:
             return "no answer in time"
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
         told = [line for line in lines if not line.startswith(("Warning: Permanently added", "**"))]
-        return told[-1] if told else f"exit code {self.code}"
+        return told[-1] if told else self._ending
+
+    @property
+    def _ending(self) -> str:
+        if self.code is not None and self.code < 0:
+            return f"it was ended by signal {-self.code} ({signal.Signals(-self.code).name})"
+        return f"exit code {self.code}"
 
 
 def target(program: str, host: str) -> Target:

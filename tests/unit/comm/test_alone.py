@@ -35,8 +35,8 @@ def test_scale_counts_alone_too(group: Group) -> None:
 
 
 def test_wrong_arguments_are_refused_alone_too(group: Group) -> None:
-    with pytest.raises(ConfigError, match=r"reduction='max' is not known.*'sum', 'mean', 'none'"):
-        tensors.reduce(group, torch.ones(1), "max")
+    with pytest.raises(ConfigError, match=r"reduction='min' is not known.*'sum', 'mean', 'max', 'none'"):
+        tensors.reduce(group, torch.ones(1), "min")
     for wrong in (1, -1):
         with pytest.raises(ConfigError, match=f"from_process={wrong} is not a rank of this job. Allowed: 0 to 0"):
             tensors.broadcast(group, torch.ones(1), wrong)

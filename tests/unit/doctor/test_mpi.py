@@ -90,6 +90,17 @@ def test_its_own_lines_are_used_as_they_are(tmp_path: Path, environ: dict[str, s
     assert f"--hostfile {path} --map-by ppr:1:node" in found["mpirun hostname"].what
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_an_mpirun_that_a_signal_has_ended_is_called_once_more(
+    always: bool, tmp_path: Path, environ: dict[str, str]
+) -> None:
+    fate = "kill -PIPE $$" if always else f"mkdir {tmp_path}/once 2> /dev/null && kill -PIPE $$; cat $2"
+    program(tmp_path / "bin" / "mpirun", f'[ "$1" = --version ] && echo "{OPEN_MPI_SAYS}" && exit 0; {fate}')
+    tried = by_check(mpi.examine(hostfile(tmp_path, "localhost\n"), environ))["mpirun hostname"]
+    assert tried.status == ("error" if always else "ok")
+    assert ("it was ended by signal 13 (SIGPIPE)" in tried.what) == always
+
+
 def test_the_guides_command_in_each_dialect() -> None:
     hosts = [Host(name="a"), Host(name="b")]
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
