@@ -111,11 +111,21 @@ class Collective:
             elif last * 4 * (self.repeats + 1) > left:
                 text = "the time budget is used up"
             self.meeting.tell(f"{key}/go", text)
-        heard = self.meeting.hear(f"{key}/go", LIMIT, of=[self.ranks[0]])
+        return str(self._from_first(f"{key}/go"))
+
+    def all_go_on(self, topic: str, mine: bool) -> bool:
+        """Called on: the ranks of the group. What the first of them thinks: all must do the same."""
+        if self.number == 0:
+            self.meeting.tell(topic, mine)
+        # It may be in the middle of something that takes long on a slow line.
+        return bool(self._from_first(topic, 6 * LIMIT))
+
+    def _from_first(self, topic: str, patience: float = LIMIT) -> Any:
+        heard = self.meeting.hear(topic, patience, of=[self.ranks[0]])
         if self.ranks[0] not in heard:
             self.stuck = True
             raise Stuck(f"rank {self.ranks[0]} was lost")
-        return str(heard[self.ranks[0]])
+        return heard[self.ranks[0]]
 
     def _room(self, size: int) -> bool:
         if self.device.type == "cuda":

@@ -6,6 +6,7 @@ A launcher may give each rank cores of its own, so one rank does not know what t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net.results import Member
@@ -15,14 +16,19 @@ _FEW = 6
 
 
 def findings(members: Sequence[Member]) -> Iterator[Finding]:
-    """Cores and threads of each machine whose ranks have told them."""
+    """Cores and threads of each machine whose ranks have told them; machines that are alike are told once."""
     by_host: dict[str, list[Member]] = {}
     for member in members:
         if member.cores:
             by_host.setdefault(member.host, []).append(member)
+    alike: dict[object, list[str]] = {}
     for host, own in by_host.items():
-        yield _cores(host, own)
-        yield _threads(host, own)
+        alike.setdefault(tuple((tuple(each.cores), each.share, each.threads) for each in own), []).append(host)
+    for hosts in alike.values():
+        more = f" and {len(hosts) - 1} more that are alike" if len(hosts) > 1 else ""
+        for judge in (_cores, _threads):
+            finding = judge(f"{hosts[0]}{more}", by_host[hosts[0]])
+            yield replace(finding, data={**finding.data, "hosts": hosts})
 
 
 def _cores(host: str, members: Sequence[Member]) -> Finding:
@@ -30,7 +36,7 @@ def _cores(host: str, members: Sequence[Member]) -> Finding:
     there = _together(members)
     share = min((member.share for member in members if member.share is not None), default=None)
     limit = f", of which the control group allows the time of {share:g}" if share is not None and share < there else ""
-    data = {"host": host, "cores": {str(member.rank): list(member.cores) for member in members}, "cgroup": share}
+    data = {"cores": {str(member.rank): list(member.cores) for member in members}, "cgroup": share}
     for cores, crowd in _crowds(members):
         room = len(cores) if share is None else min(float(len(cores)), share)
         if len(crowd) > room:
@@ -51,7 +57,7 @@ def _cores(host: str, members: Sequence[Member]) -> Finding:
 
 def _threads(host: str, members: Sequence[Member]) -> Finding:
     """Whether the threads of all ranks fit the cores they are tied to."""
-    data = {"host": host, "threads": {str(member.rank): member.threads for member in members}}
+    data = {"threads": {str(member.rank): member.threads for member in members}}
     for cores, crowd in _crowds(members):
         started = sum(_of(member) for member in crowd)
         if started > max(len(cores), len(crowd)):

@@ -28,7 +28,6 @@ def introduce(
     listener: Listener,
     *,
     script: Path | None = None,
-    findings: Sequence[Mapping[str, Any]] = (),
 ) -> Member:
     """This rank: where the others reach it, over what, and what must be the same on all machines."""
     present = interfaces.read()
@@ -56,7 +55,6 @@ def introduce(
         share=limits.cores(),
         threads=cpu.told_threads(environ),
         versions=versions(script),
-        findings=list(findings),
     )
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import cores
 from lockstep.doctor.net.results import Contact, Link, Member, Report
+from lockstep.doctor.net.schedule import Pair
+from lockstep.rundir.ranks import name_ranks
 
 SLOWER = 3.0
 """A latency of this many times the middle one is marked."""
@@ -24,6 +27,10 @@ STREAM = 10_000
 """Mbit/s that one stream of one process can be expected to give, however fast the hardware."""
 EXPECTED = 0.3
 """The part of what the hardware should give below which a line is marked."""
+MANY = 4
+"""Machines that one cannot talk to from which on it is the one to look at."""
+FEW = 6
+"""Names that are listed."""
 SKEW = 1.0
 """Seconds by which clocks may differ before logs of several machines cannot be read side by side."""
 
@@ -52,7 +59,7 @@ def _presence(report: Report) -> Finding:
         return Finding(
             check="ranks",
             status="error",
-            what=f"{_ranks(report.missing)} of {count} did not come, or went away",
+            what=f"{name_ranks(report.missing, FEW)} of {count} did not come, or went away",
             why="a collective waits for every rank",
             fix="look at the output of those ranks: they failed to start, or cannot reach the main address and port",
             data={"missing": list(report.missing)},
@@ -77,28 +84,69 @@ def _settings(report: Report) -> Iterator[Finding]:
 # --- who can talk to whom --------------------------------------------------------------------------------------------
 
 
-def broken_pairs(contacts: Iterable[Contact]) -> set[tuple[int, int]]:
+def broken_pairs(contacts: Iterable[Contact]) -> set[Pair]:
     """Pairs of which at least one cannot connect to the other: gloo and NCCL need both."""
-    return {_pair(contact) for contact in contacts if contact.error}
+    return {_pair(contact) for contact in contacts}
 
 
 def connections(report: Report) -> Iterator[Finding]:
-    """One finding for each two machines, or each machine, whose ranks cannot connect; or one that says all is well."""
+    """Machines whose ranks cannot connect; one that many others cannot talk to is told once. Or that all is well."""
     by_rank = {member.rank: member for member in report.members}
     failed: dict[tuple[str, str], list[Contact]] = defaultdict(list)
     for contact in report.contacts:
-        if contact.error and contact.source in by_rank and contact.target in by_rank:
+        if contact.source in by_rank and contact.target in by_rank:
             failed[by_rank[contact.source].host, by_rank[contact.target].host].append(contact)
-    told: set[tuple[str, str]] = set()
-    for (source, target), contacts in sorted(failed.items()):
-        if (target, source) in told:
-            continue
-        told.add((source, target))
-        yield _unreachable(by_rank, contacts, failed.get((target, source), []) if source != target else [])
-    if report.contacts and not failed:
+    apart = {frozenset(hosts) for hosts in failed}
+    for host, others in cut_off(apart):
+        apart -= {frozenset((host, other)) for other in others}
+        yield _lonely(by_rank, host, others, failed)
+    for one, *rest in sorted(map(sorted, apart)):
+        other = rest[0] if rest else one
+        there, back = failed.get((one, other), []), failed.get((other, one), []) if rest else []
+        yield _unreachable(by_rank, there or back, back if there else [])
+    if len(report.members) > 1 and not failed and set(by_rank) == set(report.tried):
         pairs = len(report.members) * (len(report.members) - 1) // 2
         what = f"every rank can connect to every other ({pairs} pair{'s' if pairs > 1 else ''}, each way)"
         yield Finding(check="connections", status="ok", what=what)
+
+
+def cut_off(apart: Set[frozenset[str]]) -> Iterator[tuple[str, list[str]]]:
+    """Machines that many others cannot talk to, the worst first, each with those others that were not named before."""
+    partners: dict[str, set[str]] = defaultdict(set)
+    for hosts in apart:
+        for host in hosts:
+            partners[host] |= hosts - {host}
+    while partners:
+        worst = max(sorted(partners), key=lambda host: len(partners[host]))
+        others = partners.pop(worst)
+        if len(others) < MANY:
+            return
+        yield worst, sorted(others)
+        for other in others:
+            partners[other].discard(worst)
+
+
+def _lonely(
+    by_rank: dict[int, Member], host: str, others: Sequence[str], failed: Mapping[tuple[str, str], list[Contact]]
+) -> Finding:
+    """One finding for a machine that many others cannot talk to; the pair that stands for all is named in full."""
+    from_it = [contact for other in others for contact in failed.get((host, other), [])]
+    to_it = [contact for other in others for contact in failed.get((other, host), [])]
+    first = _unreachable(by_rank, (to_it or from_it)[:1], [])
+    into = sum((other, host) in failed for other in others)
+    out = sum((host, other) in failed for other in others)
+    pairs = sorted({_pair(contact) for contact in (*from_it, *to_it)})
+    return replace(
+        first,
+        what=f"{host} and {len(others)} other machines cannot talk ({into} cannot connect to it, it cannot connect to "
+        f"{out}): {_some(others)}. One of {len(pairs)} pairs: {first.what}",
+        data={
+            **first.data,
+            "pairs": [list(pair) for pair in pairs],
+            "hosts": [host, *others],
+            "errors": sorted({contact.error for contact in (*from_it, *to_it)}),
+        },
+    )
 
 
 def _unreachable(by_rank: dict[int, Member], there: Sequence[Contact], back: Sequence[Contact]) -> Finding:
@@ -207,29 +255,45 @@ def should_give(link: Link, by_rank: dict[int, Member]) -> float | None:
 def _lines(report: Report) -> Iterator[Finding]:
     found = marks(report)
     by_rank = {member.rank: member for member in report.members}
-    grouped: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    grouped: dict[frozenset[str], list[Pair]] = defaultdict(list)
     for pair in sorted(found):
-        grouped[by_rank[pair[0]].host, by_rank[pair[1]].host].append(pair)
-    for (one, other), pairs in grouped.items():
-        a, b = (by_rank[rank] for rank in pairs[0])
-        more = "".join(f"; ranks {one_more[0]} and {one_more[1]}: {found[one_more][0]}" for one_more in pairs[1:3])
-        more += f"; {len(pairs) - 3} more between the same machines" if len(pairs) > 3 else ""
-        yield Finding(
-            check="slow line",
-            status="warning",
-            what=f"{a.name} and {b.name}: {'; '.join(found[pairs[0]])}{more}",
-            why="the slowest line sets the pace of every collective",
-            fix=f"look at cable, switch port, duplex and other traffic between {one} and {other}"
-            if one != other
-            else f"see what else runs on {one}",
-            data={
-                "pairs": [list(pair) for pair in pairs],
-                "hosts": [one, other],
-                "marks": [found[pair] for pair in pairs],
-            },
-        )
+        grouped[frozenset(by_rank[rank].host for rank in pair)].append(pair)
+    for host, others in cut_off(set(grouped)):
+        pairs = [pair for other in others for pair in grouped.pop(frozenset((host, other)))]
+        start = f"{len(pairs)} between {host} and {len(others)} other machines ({_some(others)}); one of them: "
+        fix = f"look at the interface, cable and switch port of {host}, and at what else it sends"
+        yield _slow(by_rank, found, pairs, [host, *others], start, fix, more=0)
+    for hosts, pairs in grouped.items():
+        one, *rest = sorted(hosts)
+        fix = f"see what else runs on {one}"
+        if rest:
+            fix = f"look at cable, switch port, duplex and other traffic between {one} and {rest[0]}"
+        yield _slow(by_rank, found, pairs, [one, *(rest or [one])], "", fix)
     if report.links and not found:
         yield Finding(check="lines", status="ok", what=_spans(report))
+
+
+def _slow(
+    by_rank: Mapping[int, Member],
+    found: Mapping[Pair, list[str]],
+    pairs: Sequence[Pair],
+    hosts: list[str],
+    start: str,
+    fix: str,
+    more: int = 2,
+) -> Finding:
+    """One finding about some lines; the first is named in full."""
+    a, b = (by_rank[rank] for rank in pairs[0])
+    rest = "".join(f"; ranks {pair[0]} and {pair[1]}: {found[pair][0]}" for pair in pairs[1 : 1 + more])
+    rest += f"; {len(pairs) - 1 - more} more between the same machines" if more and len(pairs) > 1 + more else ""
+    return Finding(
+        check="slow line",
+        status="warning",
+        what=f"{start}{a.name} and {b.name}: {'; '.join(found[pairs[0]])}{rest}",
+        why="the slowest line sets the pace of every collective",
+        fix=fix,
+        data={"pairs": [list(pair) for pair in pairs], "hosts": hosts, "marks": [found[pair] for pair in pairs]},
+    )
 
 
 def _spans(report: Report) -> str:
@@ -308,7 +372,9 @@ def _devices(members: Sequence[Member]) -> Iterator[Finding]:
             having[member.device_name, round(member.device_memory / 2**30)].append(member)
     if len(having) < 2:
         return
-    listed = "; ".join(f"{name}, {size} GiB: {_ranks(each.rank for each in of)}" for (name, size), of in having.items())
+    listed = "; ".join(
+        f"{name}, {size} GiB: {name_ranks((each.rank for each in of), FEW)}" for (name, size), of in having.items()
+    )
     _, smallest = min(having, key=lambda kind: kind[1])
     yield Finding(
         check="devices",
@@ -337,7 +403,7 @@ def _collectives(report: Report) -> Iterator[Finding]:
     left_out = sorted({member.rank for member in report.members} - set(report.group))
     checked = [outcome.rank for outcome in report.outcomes if outcome.checked]
     if checked and not wrong:
-        out = f"; without {_ranks(left_out)}, which cannot talk to all of them" if left_out else ""
+        out = f"; without {name_ranks(left_out, FEW)}, which cannot talk to all of them" if left_out else ""
         what = f"barrier and all_reduce gave the right values on {len(checked)} ranks{out}"
         yield Finding(check="collectives", status="ok", what=what, data={"left out": left_out})
 
@@ -353,13 +419,12 @@ def _first_per_host(members: Sequence[Member]) -> Iterator[Member]:
             yield member
 
 
-def _pair(contact: Contact) -> tuple[int, int]:
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+
+
+def _pair(contact: Contact) -> Pair:
     return min(contact.source, contact.target), max(contact.source, contact.target)
-
-
-def _ranks(numbers: Iterable[int]) -> str:
-    shown = sorted(numbers)
-    return f"rank{'s' if len(shown) > 1 else ''} {', '.join(map(str, shown))}"
 
 
 def micro(seconds: float | None) -> str:
@@ -373,6 +438,8 @@ def rate(value: float | None) -> str:
     """Bytes a second as people read it."""
     if value is None:
         return "-"
+    if value < 1e6:
+        return f"{value / 1e3:.1f} kB/s"
     return f"{value / 1e9:.2f} GB/s" if value >= 1e9 else f"{value / 1e6:.1f} MB/s"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,31 +22,41 @@ SILENCE = 5.0
 """Seconds without a byte after which a line that is being measured counts as broken."""
 
 
-def reach(own: Member, members: Mapping[int, Member]) -> tuple[list[Contact], dict[int, socket.socket]]:
-    """Try to connect to every other rank, all at once: how it went, and the lines that stand."""
+def reach(
+    own: Member, members: Mapping[int, Member], keep: Container[int]
+) -> tuple[list[Contact], dict[int, socket.socket]]:
+    """Try to connect to every other rank, all at once: what failed, and the lines to those in ``keep`` that stand.
+
+    The others are hung up at once: of thousands of ranks no process can keep a line to each.
+    """
     others = [member for rank, member in sorted(members.items()) if rank != own.rank]
     if not others:
         return [], {}
     with ThreadPoolExecutor(min(_AT_ONCE, len(others)), "lockstep-doctor-dial") as pool:
-        tried = list(pool.map(lambda member: _try(own, member), others))
-    lines = {contact.target: line for contact, line in tried if line is not None}
-    return [contact for contact, _ in tried], lines
+        tried = list(pool.map(lambda member: _try(own, member, keep), others))
+    lines = {member.rank: line for member, (_, line) in zip(others, tried, strict=True) if line is not None}
+    return [contact for contact, _ in tried if contact is not None], lines
 
 
-def _try(own: Member, peer: Member) -> tuple[Contact, socket.socket | None]:
+def _try(own: Member, peer: Member, keep: Container[int]) -> tuple[Contact | None, socket.socket | None]:
+    """Why there is no line to a peer, or the line, if it is to be kept."""
     started = time.monotonic()
     line, error = None, peer.problem
     if not error:
         line, error = _dial(own, peer, peer.address or "")
+    if line is not None:
+        if peer.rank not in keep:
+            wire.hang_up(line)
+        return None, line if peer.rank in keep else None
     contact = Contact(
         source=own.rank,
         target=peer.rank,
         error=error,
         seconds=time.monotonic() - started,
         through=_leaves_by(peer.address) if peer.address else "",
-        instead="" if line is not None else _other_way(own, peer),
+        instead=_other_way(own, peer),
     )
-    return contact, line
+    return contact, None
 
 
 def _dial(own: Member, peer: Member, address: str) -> tuple[socket.socket | None, str]:
@@ -85,11 +95,15 @@ def _other_way(own: Member, peer: Member) -> str:
     return found
 
 
-def dialler(pair: Pair, contacts: Sequence[Contact]) -> int | None:
-    """Which of the two asks the other; None when neither could connect. The same on every rank."""
-    reached = {(contact.source, contact.target) for contact in contacts if not contact.error}
-    a, b = pair
-    return a if (a, b) in reached else b if (b, a) in reached else None
+def dialler(pair: Pair, tried: Container[int], failed: Container[Pair]) -> int | None:
+    """Which of the two asks the other; None when neither could connect. The same on every rank.
+
+    ``tried`` are the ranks that have tried to connect to all others, and ``failed`` has each try, from and to.
+    """
+    for source, target in (pair, pair[::-1]):
+        if source in tried and (source, target) not in failed:
+            return source
+    return None
 
 
 def measure(line: socket.socket, *, own: int, peer: int, pings: int, target: float) -> Link:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,12 +20,14 @@ from lockstep.doctor.net import way
 from lockstep.doctor.net.results import Member
 from lockstep.errors import TopologyError
 from lockstep.launch.machine import is_free, next_free
+from lockstep.rundir.ranks import name_ranks
 from lockstep.topology.topology import Topology
 
 SLICE = 1.0
 """Seconds after which a wait says whom it waits for."""
 _SHORTEST, _LONGEST = 0.001, 0.05
 """Seconds between two looks."""
+_FEW = 8
 _OPENING = 15.0
 """Seconds for torch to open a store whose address answers."""
 
@@ -80,6 +82,9 @@ class Meeting:
     def tell(self, topic: str, value: Any) -> None:
         """Tell the others something, under a topic that is used once."""
         try:
+            # The number first, which is answered and so shows whether the store is there. The word itself is the last
+            # thing that is sent: whoever has heard the last one may go, and the store with it.
+            self.store.add(f"{topic}/count", 1)
             self.store.set(f"{topic}/{self.rank}", json.dumps(value))
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
             self.closed = True
@@ -118,23 +123,24 @@ class Meeting:
                 if over:
                     return late
                 if late:
-                    said(f"waiting for {_ranks(late)}")
+                    said(f"waiting for {name_ranks(late, _FEW)}")
                 next_word = now + SLICE
             time.sleep(pause)
             pause = min(_LONGEST, pause * 1.5)
         return set()
 
     def _have_told(self, topic: str, ranks: Sequence[int]) -> bool:
+        """Whether all of them have told; by their number first, which is one key however many they are."""
         try:
+            if len(ranks) > 1 and self.store.add(f"{topic}/count", 0) < len(ranks):
+                return False
             return not ranks or bool(self.store.check([f"{topic}/{rank}" for rank in ranks]))
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
             self.closed = True
             return False
 
-    def deliver(self) -> None:
-        """See to it that what this rank told last has arrived: a store is told without an answer."""
-        if not self.closed:
-            self._have_told("anything", [self.rank])
+    def require_open(self) -> None:
+        """Raise when what this rank has told has reached nobody."""
         if self.closed:
             raise TopologyError(
                 "The job's store has gone away while this rank was examined: rank 0, or the launcher that hosts it, "
@@ -146,6 +152,10 @@ class Meeting:
         self.tell(name, 1)
         asked = [rank for rank in range(self.world_size) if rank not in self._lost]
         self._lost |= self._wait(name, asked, patience, lambda text: None)
+
+    def lose(self, ranks: Iterable[int]) -> None:
+        """Wait for these no longer: another rank has done so in vain."""
+        self._lost |= set(ranks)
 
     @property
     def missing(self) -> list[int]:
@@ -168,11 +178,6 @@ def _no_way(topology: Topology, reason: str) -> TopologyError:
         f"({reason}). See that rank 0 runs there, that the name leads there from this machine, and that the port is "
         "open between them."
     )
-
-
-def _ranks(numbers: set[int]) -> str:
-    shown = ", ".join(str(rank) for rank in sorted(numbers)[:8])
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}{' and others' if len(numbers) > 8 else ''}"
 
 
 def read_all(kind: Any, told: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Any]:

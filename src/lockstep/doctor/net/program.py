@@ -11,8 +11,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 
 from lockstep.config import env, resolve
@@ -21,6 +22,7 @@ from lockstep.doctor.net import collective, facts, judge, links, schedule
 from lockstep.doctor.net.collective import Collective, Stuck
 from lockstep.doctor.net.meeting import Meeting, read_all
 from lockstep.doctor.net.results import Contact, Link, Member, Outcome, Point, Report
+from lockstep.doctor.net.schedule import Pair
 from lockstep.doctor.net.wire import Listener
 from lockstep.errors import LockstepError
 from lockstep.topology.topology import Topology, discover
@@ -71,16 +73,10 @@ def examine(
     speak: Say = said if said is not None and topology.rank == 0 else _silent
     listener = Listener()
     try:
-        own = facts.introduce(
-            topology,
-            environ,
-            listener,
-            script=options.script,
-            findings=[finding.plain() for finding in own_findings],
-        )
+        own = facts.introduce(topology, environ, listener, script=options.script)
         meeting = Meeting.join(topology, own, options.patience, said or _silent, alarm or _unheard)
         run = _Run(meeting, topology, options, speak, alarm if topology.rank == 0 else None)
-        return run.whole(own), topology.rank
+        return run.whole(own, own_findings), topology.rank
     finally:
         listener.close()
 
@@ -124,34 +120,60 @@ class _Run:
         self.alarm = alarm
         self.started = time.monotonic()
 
-    def whole(self, own: Member) -> Report | None:
+    def whole(self, own: Member, own_findings: Sequence[Finding] = ()) -> Report | None:
         """Called on: all ranks. All of it; the report on rank 0."""
+        if own.local_rank == 0:
+            self.meeting.tell("findings", [finding.plain() for finding in own_findings])
         self.meeting.tell("member", own.plain())
         heard = self.meeting.hear("member", self.options.patience, said=self.said)
         members = tell_apart({rank: Member.of(plain) for rank, plain in heard.items()})
         own = members.get(own.rank, own)
         self.started = time.monotonic()
-        hosts = len({member.host for member in members.values()})
-        self.said(f"{len(members)} of {self.meeting.world_size} ranks on {hosts} machine{'s' if hosts > 1 else ''}")
-        contacts, lines = self._connect(own, members)
-        found = self._measure(members, contacts, lines)
-        outcome, group, device_links = self._collective(members, contacts)
+        hosts = {rank: member.host for rank, member in members.items()}
+        count = len(set(hosts.values()))
+        self.said(f"{len(members)} of {self.meeting.world_size} ranks on {count} machine{'s' if count > 1 else ''}")
+        pairs = schedule.fewer(hosts, list(combinations(sorted(hosts), 2)), MOST_PAIRS)
+        peers = {rank for pair in pairs if own.rank in pair for rank in pair}
+        tried, contacts, lines = self._connect(own, members, peers)
+        broken = {(contact.source, contact.target) for contact in contacts}
+        dialled = {pair: links.dialler(pair, tried, broken) for pair in pairs}
+        found = self._measure(hosts, {pair: rank for pair, rank in dialled.items() if rank is not None}, lines)
+        outcome, group, device_links = self._collective(hosts, judge.broken_pairs(contacts))
         last = {"outcome": outcome.plain(), "links": [link.plain() for link in (*found, *device_links)]}
         self.meeting.tell("last words", last)
         if self.meeting.rank == 0:
-            return self._report(members, contacts, group)
+            return self._report(self._with_findings(members), tried, contacts, group)
         # Rank 0, which may host the store, leaves when it has heard this: nothing is asked of the store afterwards.
-        self.meeting.deliver()
+        self.meeting.require_open()
         return None
 
-    def _connect(self, own: Member, members: Mapping[int, Member]) -> tuple[list[Contact], dict[int, socket.socket]]:
+    def _with_findings(self, members: Mapping[int, Member]) -> dict[int, Member]:
+        """Called on: rank 0. What the checks of each machine have found, told by its first rank before it was met."""
+        firsts = [rank for rank, member in members.items() if member.local_rank == 0]
+        told = self.meeting.hear("findings", links.CONNECT, of=firsts)
+        return {rank: replace(member, findings=told.get(rank, ())) for rank, member in members.items()}
+
+    def _connect(
+        self, own: Member, members: Mapping[int, Member], keep: Container[int]
+    ) -> tuple[list[int], list[Contact], dict[int, socket.socket]]:
+        """Called on: all ranks. Who has tried to connect to all others, what failed, and this rank's own lines.
+
+        Rank 0 gets all failures with their reasons, the others only who could not connect to whom.
+        """
         self.said("connecting every rank to every other")
-        contacts, lines = links.reach(own, members)
+        contacts, lines = links.reach(own, members, keep)
         self.meeting.tell("contacts", [contact.plain() for contact in contacts])
-        named = self._raise_alarm(members, contacts, set())  # what this rank has seen need not wait for the others
-        every = read_all(Contact, self.meeting.hear("contacts", 10 * links.CONNECT, said=self.said))
-        self._raise_alarm(members, every, named)
-        return every, lines
+        if self.meeting.rank == 0:
+            named = self._raise_alarm(members, contacts, set())  # what this rank has seen need not wait for the others
+            heard = self.meeting.hear("contacts", 10 * links.CONNECT, said=self.said)
+            contacts = read_all(Contact, heard)
+            ways = [[contact.source, contact.target] for contact in contacts]
+            self.meeting.tell("connections", {"tried": sorted(heard), "failed": ways})
+            self._raise_alarm(members, contacts, named)
+            return sorted(heard), contacts, lines
+        told = self.meeting.hear("connections", 12 * links.CONNECT, of=[0]).get(0, {"tried": [], "failed": []})
+        self.meeting.lose(set(members) - set(told["tried"]))
+        return told["tried"], [Contact(source=a, target=b, error="failed") for a, b in told["failed"]], lines
 
     def _raise_alarm(
         self, members: Mapping[int, Member], contacts: Sequence[Contact], named: set[frozenset[str]]
@@ -168,21 +190,17 @@ class _Run:
         return named | {frozenset(finding.data["hosts"]) for finding in new}
 
     def _measure(
-        self, members: Mapping[int, Member], contacts: Sequence[Contact], lines: dict[int, socket.socket]
+        self, hosts: Mapping[int, str], dialled: Mapping[Pair, int], lines: dict[int, socket.socket]
     ) -> list[Link]:
         """The pairs that can talk, round by round, each by the rank that has the line."""
-        ranks = sorted(members)
-        pairs = [(ranks[a], ranks[b]) for a in range(len(ranks)) for b in range(a + 1, len(ranks))]
-        hosts = {rank: members[rank].host for rank in ranks}
-        pairs = schedule.fewer(hosts, pairs, MOST_PAIRS)
-        order = schedule.rounds(hosts, [pair for pair in pairs if links.dialler(pair, contacts) is not None])
+        order = schedule.rounds(hosts, dialled)
         # Half of the budget for the pairs, two directions each, and growing into the target takes as long again.
         target = min(self.options.target, self.options.budget / 2 / max(1, len(order)) / 4)
         found = []
         for number, together in enumerate(order):
             self.meeting.meet(f"round/{number}", 4 * links.SILENCE)
             for pair in together:
-                if links.dialler(pair, contacts) != self.meeting.rank:
+                if dialled[pair] != self.meeting.rank:
                     continue
                 peer = pair[0] if pair[1] == self.meeting.rank else pair[1]
                 found.append(
@@ -199,15 +217,13 @@ class _Run:
             line.close()
         return found
 
-    def _collective(
-        self, members: Mapping[int, Member], contacts: Sequence[Contact]
-    ) -> tuple[Outcome, list[int], list[Link]]:
+    def _collective(self, hosts: Mapping[int, str], broken: Set[Pair]) -> tuple[Outcome, list[int], list[Link]]:
         self.meeting.meet("before collectives", 4 * links.SILENCE)
         copy = None
         if self.topology.local_rank == 0 and self.options.rates:
             copy = collective.copy_rate()
         self.meeting.meet("copied", 4 * links.SILENCE)
-        group = self._group(members, contacts)
+        group = self._group(hosts, broken)
         outcome = Outcome(rank=self.meeting.rank, copy=copy)
         if not self.options.rates or self.meeting.rank not in group or len(group) < 2:
             return outcome, group, []
@@ -222,7 +238,7 @@ class _Run:
             team.check()
             outcome = replace(outcome, checked=True)
             if self.topology.device.type != "cpu" or self.options.send_recv:
-                found = self._device_pairs(team, group)
+                found = self._device_pairs(team, {rank: hosts[rank] for rank in group})
             sizes = collective.QUICK_SIZES if self.options.quick else collective.SIZES
             left = max(1.0, self.options.budget - (time.monotonic() - self.started))
             for point in team.curve(sizes, left, self.said):
@@ -235,28 +251,38 @@ class _Run:
             team.leave()
         return outcome, group, found
 
-    def _group(self, members: Mapping[int, Member], contacts: Sequence[Contact]) -> list[int]:
+    def _group(self, hosts: Mapping[int, str], broken: Set[Pair]) -> list[int]:
         """Called on: all ranks. The ranks that are still there and can all talk to each other, as rank 0 sees it."""
         if self.meeting.rank == 0:
-            ranks = [rank for rank in sorted(members) if rank not in self.meeting.missing]
-            broken = judge.broken_pairs(contacts)
-            numbers = [(ranks.index(a), ranks.index(b)) for a, b in broken if a in ranks and b in ranks]
-            self.meeting.tell("group", [ranks[number] for number in schedule.together(len(ranks), numbers)])
+            ranks = sorted(set(hosts) - set(self.meeting.missing))
+            number = {rank: place for place, rank in enumerate(ranks)}
+            between = [(number[a], number[b]) for a, b in broken if a in number and b in number]
+            self.meeting.tell("group", [ranks[place] for place in schedule.together(len(ranks), between)])
         heard: dict[int, list[int]] = self.meeting.hear("group", 4 * links.SILENCE, of=[0])
         return heard.get(0, [])
 
-    def _device_pairs(self, team: Collective, group: Sequence[int]) -> list[Link]:
+    def _device_pairs(self, team: Collective, hosts: Mapping[int, str]) -> list[Link]:
+        """Called on: the ranks of the group. Send and receive by pairs, for a third of the time that is left."""
         size = 1 << 20 if self.options.quick else 1 << 24
+        order = schedule.rounds(hosts, schedule.fewer(hosts, list(combinations(sorted(hosts), 2)), MOST_PAIRS))
+        end = time.monotonic() + max(1.0, self.options.budget - (time.monotonic() - self.started)) / 3
         found = []
-        for a in group:
-            for b in group:
-                if a < b:
-                    self.said(f"send and receive: rank {a} and rank {b}")
-                    link = team.pair((a, b), size)
-                    found += [] if link is None else [link]
+        for number, together in enumerate(order):
+            if not team.all_go_on(f"device pairs/{number}", time.monotonic() < end):
+                self.said(f"send and receive: {number} of {len(order)} rounds, then the time budget is used up")
+                break
+            self.said(f"send and receive: round {number + 1} of {len(order)}")
+            measured = [team.pair(pair, size) for pair in together]
+            found += [link for link in measured if link is not None]
         return found
 
-    def _report(self, members: Mapping[int, Member], contacts: Sequence[Contact], group: Sequence[int]) -> Report:
+    def _report(
+        self,
+        members: Mapping[int, Member],
+        tried: Sequence[int],
+        contacts: Sequence[Contact],
+        group: Sequence[int],
+    ) -> Report:
         heard = self.meeting.hear("last words", 2 * collective.LIMIT, said=self.said)
         outcomes = {rank: Outcome.of(words["outcome"]) for rank, words in heard.items()}
         told: list[Link] = read_all(Link, {rank: words["links"] for rank, words in heard.items()})
@@ -266,6 +292,7 @@ class _Run:
         return Report(
             members=[members[rank] for rank in sorted(members)],
             missing=[rank for rank in range(self.meeting.world_size) if rank not in members],
+            tried=tried,
             contacts=contacts,
             links=merged(told),
             outcomes=[outcomes[rank] for rank in sorted(outcomes)],

@@ -80,14 +80,14 @@ class Member(Plain):
 
 @dataclass(frozen=True, kw_only=True)
 class Contact(Plain):
-    """One rank's try to connect to another."""
+    """One rank's try to connect to another that failed."""
 
     source: int
     """Who tried."""
     target: int
     """To whom."""
-    error: str = ""
-    """Why it failed; empty when it did not."""
+    error: str
+    """Why it failed."""
     seconds: float = 0.0
     """How long it took."""
     through: str = ""
@@ -160,8 +160,10 @@ class Report(Plain):
     """Who was there."""
     missing: Sequence[int] = ()
     """Who was not."""
+    tried: Sequence[int] = ()
+    """Ranks that have tried to connect to each other one."""
     contacts: Sequence[Contact] = ()
-    """Each rank's try to connect to each other."""
+    """Their tries that failed."""
     links: Sequence[Link] = ()
     """What was measured."""
     outcomes: Sequence[Outcome] = ()

@@ -41,11 +41,14 @@ def fewer(hosts: Mapping[int, str], pairs: Sequence[Pair], most: int) -> list[Pa
 
 def together(count: int, broken: Iterable[Pair]) -> list[int]:
     """Ranks of which every pair can talk: found by leaving out, again and again, the one with most broken pairs."""
-    bad = {frozenset(pair) for pair in broken}
-    left = set(range(count))
-    while True:
-        troubles = {rank: sum(rank in pair for pair in bad if pair <= left) for rank in left}
-        worst = max(left, key=lambda rank: (troubles[rank], rank), default=None)
-        if worst is None or troubles[worst] == 0:
-            return sorted(left)
-        left.discard(worst)
+    foes: dict[int, set[int]] = {rank: set() for rank in range(count)}
+    for a, b in broken:
+        foes[a].add(b)
+        foes[b].add(a)
+    while foes:
+        worst = max(foes, key=lambda rank: (len(foes[rank]), rank))
+        if not foes[worst]:
+            break
+        for other in foes.pop(worst):
+            foes[other].discard(worst)
+    return sorted(foes)

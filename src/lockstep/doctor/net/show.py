@@ -10,6 +10,7 @@ from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import judge
 from lockstep.doctor.net.collective import amount
 from lockstep.doctor.net.results import Link, Member, Report
+from lockstep.rundir.ranks import name_ranks
 
 WIDEST = 16
 """Ranks up to which the matrices fit on a screen; JSON and the page have them at any size."""
@@ -23,7 +24,7 @@ def plain(report: Report, findings: Sequence[Finding]) -> dict[str, Any]:
         "findings": [finding.plain() for finding in findings],
         "ranks": [{**_public(member), "ok": _well(report, member)} for member in report.members],
         "missing": list(report.missing),
-        "contacts": [contact.plain() for contact in report.contacts],
+        "failed_connections": [contact.plain() for contact in report.contacts],
         "links": [
             {**link.plain(), **_shares(report, link), "marks": marked.get((link.a, link.b), [])}
             for link in report.links
@@ -107,11 +108,10 @@ def _well(report: Report, member: Member) -> bool:
 def _trouble(report: Report, member: Member) -> str:
     if member.problem:
         return member.problem
-    failed = {contact.target for contact in report.contacts if contact.error and contact.source == member.rank}
-    failed |= {contact.source for contact in report.contacts if contact.error and contact.target == member.rank}
+    failed = {contact.target for contact in report.contacts if contact.source == member.rank}
+    failed |= {contact.source for contact in report.contacts if contact.target == member.rank}
     if failed:
-        shown = ", ".join(map(str, sorted(failed)[:8]))
-        return f"it cannot talk to rank{'s' if len(failed) > 1 else ''} {shown}"
+        return f"it cannot talk to {name_ranks(failed, judge.FEW)}"
     return next((outcome.error for outcome in report.outcomes if outcome.rank == member.rank), "")
 
 

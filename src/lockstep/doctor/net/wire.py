@@ -32,7 +32,7 @@ class Listener:
         self.token = secrets.token_hex(8)
         self._server = _serve_everywhere()
         self.port = int(self._server.getsockname()[1])
-        self._lines: list[socket.socket] = []
+        self._lines: set[socket.socket] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="lockstep-doctor-listen", daemon=True)
         self._thread.start()
@@ -43,10 +43,16 @@ class Listener:
                 line, _ = self._server.accept()
             except OSError:
                 return
-            self._lines.append(line)
+            self._lines.add(line)
             threading.Thread(target=self._serve, args=(line,), name="lockstep-doctor-line", daemon=True).start()
 
     def _serve(self, line: socket.socket) -> None:
+        try:
+            self._serve_until_the_end(line)
+        finally:
+            self._lines.discard(line)
+
+    def _serve_until_the_end(self, line: socket.socket) -> None:
         with contextlib.suppress(OSError, EOFError, struct.error), line:
             line.settimeout(10.0)  # a stranger that connects and says nothing
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -60,7 +66,7 @@ class Listener:
     def close(self) -> None:
         """Let go of all lines."""
         self._closed = True
-        for sock in (self._server, *self._lines):
+        for sock in (self._server, *tuple(self._lines)):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()

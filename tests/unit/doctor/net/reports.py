@@ -30,7 +30,7 @@ def healthy(hosts: Sequence[str], **link: Any) -> Report:
             for rank, host in enumerate(hosts)
         ],
         missing=[],
-        contacts=[Contact(source=a, target=b, through="eth0") for a in ranks for b in ranks if a != b],
+        tried=list(ranks),
         links=[Link(a=a, b=b, **given) for a, b in combinations(ranks, 2)],
         outcomes=[Outcome(rank=rank, checked=True, copy=8e9) for rank in ranks],
         group=list(ranks),
@@ -49,15 +49,10 @@ def with_link(report: Report, a: int, b: int, **changes: Any) -> Report:
     )
 
 
-def with_contact(report: Report, source: int, target: int, **changes: Any) -> Report:
-    """One try to connect changed."""
-    return replace(
-        report,
-        contacts=[
-            replace(contact, **changes) if (contact.source, contact.target) == (source, target) else contact
-            for contact in report.contacts
-        ],
-    )
+def with_contact(report: Report, source: int, target: int, error: str, **more: Any) -> Report:
+    """One try to connect that failed."""
+    failed = Contact(source=source, target=target, error=error, **{"through": "eth0", **more})
+    return replace(report, contacts=[*report.contacts, failed])
 
 
 def with_member(report: Report, rank: int, **changes: Any) -> Report:

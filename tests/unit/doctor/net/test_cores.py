@@ -72,6 +72,16 @@ def test_too_many_threads(members: list[Member], what: str) -> None:
     assert finding.fix.startswith("export OMP_NUM_THREADS=")
 
 
+def test_machines_that_are_alike_are_told_once() -> None:
+    members = [each for host in "abc" for each in ranks([0], [1], host=host)] + ranks([0], [0], host="d")
+    told = [finding for finding in cores.findings(members) if finding.check == "cores"]
+    assert [(finding.status, finding.what) for finding in told] == [
+        ("ok", "a and 2 more that are alike: 2 ranks on 2 cores, 1 for each rank alone"),
+        ("warning", "d: ranks 0-1 on core 0"),
+    ]
+    assert told[0].data["hosts"] == ["a", "b", "c"]
+
+
 def test_ranks_that_have_said_nothing_are_left_out() -> None:
     assert list(cores.findings([Member(rank=0, host="a")])) == []
 

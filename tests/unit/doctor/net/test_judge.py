@@ -48,6 +48,50 @@ def test_a_bad_interface_is_found_among_five_machines() -> None:
     assert sorted(pairs) == [(0, 3), (1, 3), (2, 3), (3, 4)]
 
 
+def test_a_slow_machine_among_many_is_told_once() -> None:
+    report = healthy([f"n{number}" for number in range(12)])
+    for peer in range(1, 12):
+        report = with_link(report, 0, peer, back=1e7)
+    (slow,) = found(report, "slow line")
+    assert slow.what.startswith(
+        "11 between n0 and 11 other machines (n1, n10, n11, n2, n3, n4 and 5 more); one of them: "
+    )
+    assert "rank 0 on n0 (eth0 10.0.0.1) and rank 1 on n1 (eth0 10.0.0.2): 10.0 MB/s from rank 1 to 0" in slow.what
+    assert len(slow.data["pairs"]) == len(slow.data["marks"]) == 11
+    assert "switch port of n0" in slow.fix
+
+
+def test_a_machine_that_nobody_can_talk_to_is_told_once_and_the_others_by_pairs() -> None:
+    report = healthy([f"n{number}" for number in range(8)])
+    for peer in range(7):
+        report = with_contact(report, peer, 7, "no answer within 3 s")
+    report = with_contact(report, 7, 2, "no route to host")
+    report = with_contact(report, 0, 1, "connection refused")
+    alone, pair = found(report, "connections")
+    assert alone.what.startswith(
+        "n7 and 7 other machines cannot talk (7 cannot connect to it, it cannot connect to 1): n0"
+    )
+    assert "rank 0 on n0 (eth0 10.0.0.1) cannot connect to rank 7 on n7 (eth0 10.0.0.8): no answer" in alone.what
+    assert len(alone.data["pairs"]) == 7
+    assert alone.data["errors"] == ["no answer within 3 s", "no route to host"]
+    assert "rank 0 on n0 (eth0 10.0.0.1) cannot connect to rank 1 on n1" in pair.what
+
+
+@given(st.sets(st.frozensets(st.sampled_from("abcdefgh"), min_size=1, max_size=2)))
+def test_every_two_machines_that_cannot_talk_are_named_once(apart: set[frozenset[str]]) -> None:
+    left = list(apart)
+    for host, others in judge.cut_off(apart):
+        assert len(others) >= judge.MANY
+        for other in others:
+            left.remove(frozenset((host, other)))
+    for host in "abcdefgh":
+        assert sum(host in hosts and len(hosts) == 2 for hosts in left) < judge.MANY
+
+
+def test_ranks_that_went_away_before_they_could_say_are_not_called_connected() -> None:
+    assert found(replace(healthy(FIVE), tried=[0, 1, 2, 3]), "connections") == []
+
+
 def test_what_is_wrong_with_several_lines_of_two_machines_is_told_in_one() -> None:
     report = with_link(healthy(("a", "a", "b", "b")), 0, 2, latency=5e-3)
     report = with_link(report, 1, 3, forth=2e7)
@@ -170,7 +214,7 @@ def test_devices_that_are_not_alike() -> None:
     for rank, name, memory in ((0, "H100", 80 << 30), (1, "H100", 80 << 30), (2, "A10", 24 << 30)):
         report = with_member(report, rank, device_name=name, device_memory=memory)
     (devices,) = found(report, "devices")
-    assert "H100, 80 GiB: ranks 0, 1; A10, 24 GiB: rank 2" in devices.what
+    assert "H100, 80 GiB: ranks 0-1; A10, 24 GiB: rank 2" in devices.what
     assert "24 GiB" in devices.why
 
 
