@@ -51,15 +51,17 @@ def finding(report: dict[str, Any], check: str) -> dict[str, Any]:
 
 
 def test_by_itself_with_all_measurements(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    done = run([*DOCTOR, "--num_processes", "2", "--cpu", "--quick", "--send_recv", "--html", str(page)], tmp_path)
+    page, picture = tmp_path / "page.html", tmp_path / "picture.png"
+    files = ["--html", str(page), "--png", str(picture)]
+    done = run([*DOCTOR, "--num_processes", "2", "--cpu", "--quick", "--send_recv", *files], tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("rank ")] == ["OK", "OK"]
     assert "Rate by send and receive on the devices" in done.stdout
     assert "   4 MiB" in done.stdout
     assert "barrier and all_reduce gave the right values on 2 ranks" in done.stdout
     assert "<svg" in page.read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "picture.png"]
 
 
 def test_the_guides_command_under_torchrun(tmp_path: Path) -> None:

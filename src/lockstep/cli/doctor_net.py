@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with heat maps there")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw the heat maps as a picture there (needs matplotlib)"
+    )
     parser.add_argument("--quick", action="store_true", help="a few seconds: small sizes, short measurements")
     parser.add_argument("--budget", type=_seconds, default=90.0, metavar="S", help="seconds to measure for (90)")
     parser.add_argument(
@@ -61,6 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     environ = env.snapshot()
     place = environments.find(environ)
+    if arguments.png is not None and place.rank == 0:
+        from lockstep.doctor.net import picture
+
+        picture.require()
     if place.launcher == "none":
         if "LOCKSTEP_LAUNCH" in environ:
             raise ConfigError(
@@ -84,7 +92,14 @@ def run(arguments: argparse.Namespace) -> int:
         send_recv=arguments.send_recv,
         script=arguments.script,
     )
-    return in_rank(options, place.rank, as_json=arguments.json, page=arguments.html, verdict=arguments.verdict)
+    return in_rank(
+        options,
+        place.rank,
+        as_json=arguments.json,
+        page=arguments.html,
+        picture=arguments.png,
+        verdict=arguments.verdict,
+    )
 
 
 def _start(arguments: argparse.Namespace) -> int:
@@ -120,7 +135,7 @@ def command(arguments: argparse.Namespace) -> list[str]:
         count, cpu = (present, cpu) if present > 1 else (2, True)
     again = ["doctor", "net", "--budget", str(arguments.budget), "--patience", str(arguments.patience)]
     again += [f"--{name}" for name in ("json", "quick", "send_recv") if getattr(arguments, name)]
-    for name in ("html", "script"):
+    for name in ("html", "png", "script"):
         if getattr(arguments, name) is not None:
             again += [f"--{name}", str(getattr(arguments, name))]
     launch = ["launch", "--num_processes", str(count), *(["--cpu"] if cpu else [])]
@@ -133,6 +148,7 @@ def in_rank(
     *,
     as_json: bool,
     page: Path | None = None,
+    picture: Path | None = None,
     verdict: Path | None = None,
     own_findings: tuple[Finding, ...] = (),
 ) -> int:
@@ -147,7 +163,7 @@ def in_rank(
         print("\n".join(table.lines([finding])), file=sys.stderr, flush=True)
         program.finish(1)
         return 1
-    code = 0 if report is None else _publish(report, as_json=as_json, page=page, rates=options.rates)
+    code = 0 if report is None else _publish(report, as_json=as_json, page=page, picture=picture, rates=options.rates)
     if verdict is not None and report is not None:
         verdict.write_text(str(code))
         code = 0
@@ -155,18 +171,18 @@ def in_rank(
     return code
 
 
-def _publish(report: Report, *, as_json: bool, page: Path | None, rates: bool) -> int:
+def _publish(report: Report, *, as_json: bool, page: Path | None, picture: Path | None, rates: bool) -> int:
     from lockstep.doctor.net import program, show
 
     findings = program.judged(report)
     if page is not None:
         from lockstep.doctor.net.page import render
 
-        try:
-            page.write_text(render(report, findings), encoding="utf-8")
-            print(f"lockstep doctor net: wrote {page}", file=sys.stderr)
-        except OSError as error:
-            print(f"lockstep doctor net: {page} cannot be written: {error.strerror}", file=sys.stderr)
+        _write(page, lambda path: path.write_text(render(report, findings), encoding="utf-8"))
+    if picture is not None:
+        from lockstep.doctor.net.picture import draw
+
+        _write(picture, lambda path: draw(report, findings, path))
     if as_json:
         print(json.dumps(show.plain(report, findings), indent=2))
     elif rates:
@@ -174,6 +190,16 @@ def _publish(report: Report, *, as_json: bool, page: Path | None, rates: bool) -
     else:
         print("\n".join([*table.lines(findings), table.summary(findings)]))
     return program.failed(report)
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    """What was measured is worth more than the file: it is told also where that cannot be written."""
+    try:
+        write(path)
+        print(f"lockstep doctor net: wrote {path}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        print(f"lockstep doctor net: {path} cannot be written: {reason}", file=sys.stderr)
 
 
 class _Progress:

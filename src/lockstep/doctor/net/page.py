@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.net import judge
+from lockstep.doctor.net import judge, maps
 from lockstep.doctor.net.collective import amount
-from lockstep.doctor.net.results import Link, Report
+from lockstep.doctor.net.results import Report
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem;
@@ -22,8 +22,6 @@ code { background: #f1f1f1; padding: 0 .25rem } svg { max-width: 100%; height: a
   body { background: #16181b; color: #e6e6e6 } code { background: #2a2d31 } .why { color: #aaa }
   .error { color: #ff8080 } .warning { color: #f0b050 } .ok { color: #7fd07f } svg text { fill: #e6e6e6 } }
 """
-_FULL = math.log(4)
-"""The strongest colour is for what is at least four times as bad as the best: what differs little looks alike."""
 _CELL = 64
 _EDGE = 120
 
@@ -38,25 +36,10 @@ def render(report: Report, findings: Sequence[Finding]) -> str:
         f"<title>{_text(title)}</title><style>{_STYLE}</style><h1>{_text(title)}</h1>",
         *_findings(findings),
     ]
-    if report.links:
-        parts += _map(report, "Latency one way", lambda link, forth: link.latency, judge.micro, high_is_bad=True)
-    if any(link.forth is not None for link in report.links):
-        pick = _way
-        parts += _map(report, "Rate over one TCP stream, row to column", pick, judge.rate, high_is_bad=False)
-    if any(link.device_rate is not None for link in report.links):
-        parts += _map(
-            report,
-            "Rate by send and receive on the devices",
-            lambda link, forth: link.device_rate,
-            judge.rate,
-            high_is_bad=False,
-        )
+    for each in maps.of(report):
+        parts += _map(each)
     parts += _curve(report)
     return "\n".join(parts) + "</html>\n"
-
-
-def _way(link: Link, forth: bool) -> float | None:
-    return link.forth if forth else link.back
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[str]:
@@ -73,62 +56,29 @@ def _findings(findings: Sequence[Finding]) -> Iterator[str]:
     yield "</table>"
 
 
-def _map(
-    report: Report,
-    title: str,
-    value: Callable[[Link, bool], float | None],
-    shown: Callable[[float | None], str],
-    *,
-    high_is_bad: bool,
-) -> Iterator[str]:
+def _map(drawn: maps.Map) -> Iterator[str]:
     """A square for each pair: pale to strong on a logarithmic scale, red where they cannot talk."""
-    ranks = [member.rank for member in report.members]
-    by_pair = {(link.a, link.b): link for link in report.links}
-    marked, broken = judge.marks(report), judge.broken_pairs(report.contacts)
-    known = [found for link in report.links for forth in (True, False) if (found := value(link, forth))]
-    best = math.log((min if high_is_bad else max)(known)) if known else 0.0
-    span = max([_FULL, *(abs(math.log(found) - best) for found in known)])
-    width = _EDGE + _CELL * len(ranks)
-    yield f"<h2>{_text(title)}</h2>"
-    yield f"<svg viewBox='0 0 {width} {30 + _CELL * len(ranks)}' width={width} role=img aria-label='{_text(title)}'>"
-    for column, rank in enumerate(ranks):
-        yield f"<text x={_EDGE + _CELL * column + _CELL / 2} y=20 text-anchor=middle font-size=12>{rank}</text>"
-    for row, member in enumerate(report.members):
-        top = 30 + _CELL * row
-        label = f"{member.rank} {member.host}"
-        yield f"<text x=4 y={top + _CELL / 2 + 4} font-size=12>{_text(label[:18])}</text>"
-        for column, rank in enumerate(ranks):
-            if rank == member.rank:
-                continue
-            pair = (min(rank, member.rank), max(rank, member.rank))
-            link = by_pair.get(pair)
-            found = None if link is None else value(link, member.rank < rank)
-            colour, text = ("#d03030", "failed") if pair in broken else ("#8882", "-")
-            if link is not None:
-                bad = abs(math.log(found) - best) / span if found else 0.0
-                colour, text = _shade(bad), shown(found)
-            tip = f"{member.rank} to {rank}: {text}" + "".join(f"; {mark}" for mark in marked.get(pair, []))
-            kind = "out" if pair in broken else "bad" if pair in marked else "cell"
-            yield _square(_EDGE + _CELL * column, top, colour, text, tip, kind)
+    width, height = _EDGE + _CELL * len(drawn.columns), 30 + _CELL * len(drawn.rows)
+    yield f"<h2>{_text(drawn.title)}</h2>"
+    yield f"<svg viewBox='0 0 {width} {height}' width={width} role=img aria-label='{_text(drawn.title)}'>"
+    for column, name in enumerate(drawn.columns):
+        yield f"<text x={_EDGE + _CELL * column + _CELL / 2} y=20 text-anchor=middle font-size=12>{_text(name)}</text>"
+    for row, name in enumerate(drawn.rows):
+        yield f"<text x=4 y={30 + _CELL * row + _CELL / 2 + 4} font-size=12>{_text(name[:18])}</text>"
+    yield from map(_square, drawn.cells)
     yield "</svg>"
 
 
-def _square(left: int, top: int, colour: str, text: str, tip: str, kind: str) -> str:
-    edge = "'#d03030' stroke-width=3" if kind == "bad" else "'#8884'"
-    ink = "#fff" if kind == "out" else "#111"
+def _square(cell: maps.Cell) -> str:
+    left, top = _EDGE + _CELL * cell.column, 30 + _CELL * cell.row
+    edge = f"'{maps.OUT}' stroke-width=3" if cell.kind == "marked" else "'#8884'"
+    ink = "#fff" if cell.kind == "broken" else "#111"
     middle = f"x={left + _CELL / 2} y={top + _CELL / 2 + 4}"
     return (
-        f"<g><title>{_text(tip)}</title><rect x={left + 1} y={top + 1} width={_CELL - 2} height={_CELL - 2} rx=4 "
-        f"fill='{colour}' stroke={edge} />"
-        f"<text {middle} text-anchor=middle font-size=10 style='fill:{ink}'>{_text(text)}</text></g>"
+        f"<g><title>{_text(cell.tip)}</title><rect x={left + 1} y={top + 1} width={_CELL - 2} height={_CELL - 2} rx=4 "
+        f"fill='{cell.colour or '#8882'}' stroke={edge} />"
+        f"<text {middle} text-anchor=middle font-size=10 style='fill:{ink}'>{_text(cell.text)}</text></g>"
     )
-
-
-def _shade(share: float) -> str:
-    """From good (pale green) to bad (orange)."""
-    good, bad = (200, 232, 205), (246, 170, 100)
-    red, green, blue = (round(one + (other - one) * share) for one, other in zip(good, bad, strict=True))
-    return f"#{red:02x}{green:02x}{blue:02x}"
 
 
 def _curve(report: Report) -> Iterator[str]:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from html.parser import HTMLParser
+from pathlib import Path
 
-from lockstep.doctor.net import judge, page, show
+import pytest
+
+from lockstep.doctor.net import judge, maps, page, picture, show
 from lockstep.doctor.net.results import Report
+from lockstep.errors import ConfigError
 from tests.unit.doctor.net.reports import healthy, with_contact, with_link, with_member
 
 
@@ -62,6 +67,24 @@ def test_json_has_all_of_it_and_no_token() -> None:
     assert show.plain(broken(), judge.findings(broken()))["ok"] is False
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 20, picture.MOST + 1])
+def test_the_picture_is_one_and_larger_for_more_ranks(ranks: int, tmp_path: Path) -> None:
+    report = broken() if ranks == 3 else healthy([f"n{number}" for number in range(ranks)])
+    made = tmp_path / "net.png"
+    picture.draw(report, judge.findings(report), made)
+    data = made.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", data[16:24])
+    assert 500 < width < 4000
+    assert 300 < height < 8000
+
+
+def test_without_matplotlib_it_is_said_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'torch-lockstep\[png\]'"):
+        picture.require()
+
+
 class _Tags(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -88,6 +111,6 @@ def test_what_differs_little_looks_alike_and_what_is_bad_does_not() -> None:
     little = with_link(with_link(report, 0, 1, forth=1e9, back=1e9), 0, 2, forth=0.8e9, back=0.8e9)
     little = with_link(little, 1, 2, forth=0.9e9, back=0.9e9)
     much = with_link(little, 1, 2, forth=0.9e9, back=1e7)
-    strongest = page._shade(1.0)
+    strongest = maps.shade(1.0)
     assert strongest not in page.render(little, [])
     assert page.render(much, []).count(strongest) == 1
