@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import env
 from lockstep.doctor import table
 from lockstep.doctor.checks import CHECKS
-from lockstep.doctor.finding import Finding, exit_code
+from lockstep.doctor.finding import Finding, exit_code, told
 from lockstep.doctor.run import run_checks
 from lockstep.doctor.situation import Situation
 from lockstep.topology import environments
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if place.launcher == "none":
         findings = run_checks(_alone(arguments, environ), told=_Progress().tell)
         if arguments.json:
-            print(json.dumps({"findings": [finding.plain() for finding in findings]}, indent=2))
+            print(json.dumps(told(findings), indent=2))
         else:
             print("\n".join([*table.lines(findings), table.summary(findings)]))
         return exit_code(findings)

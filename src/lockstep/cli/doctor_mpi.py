@@ -8,7 +8,7 @@ import sys
 
 from lockstep.config import env
 from lockstep.doctor import table
-from lockstep.doctor.finding import exit_code
+from lockstep.doctor.finding import exit_code, told
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         said=lambda text: print(f"lockstep doctor mpi: {text}", file=sys.stderr, flush=True),
     )
     if arguments.json:
-        print(json.dumps({"findings": [finding.plain() for finding in findings]}, indent=2))
+        print(json.dumps(told(findings), indent=2))
     else:
         print("\n".join([*table.lines(findings), table.summary(findings)]))
     return exit_code(findings)

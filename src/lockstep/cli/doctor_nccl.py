@@ -70,16 +70,17 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _show(reading: Reading, *, as_json: bool, **more: object) -> None:
+    from lockstep.doctor.finding import told
     from lockstep.doctor.nccl import findings, report
 
     if as_json:
-        told = {
+        shown = {
             **more,
             "logs": list(reading.logs),
             "story": findings.plain(reading.story),
-            "findings": [finding.plain() for finding in reading.findings],
+            **told(reading.findings),
         }
-        print(json.dumps(told, indent=2))
+        print(json.dumps(shown, indent=2))
         return
     for name, value in more.items():
         print(f"{name}: {value}")

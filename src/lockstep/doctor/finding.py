@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -42,6 +42,11 @@ class Finding:
 def worst(findings: Iterable[Finding]) -> Status:
     """The gravest status among them; "ok" when there are none."""
     return max((finding.status for finding in findings), key=_GRAVITY.index, default="ok")
+
+
+def told(findings: Sequence[Finding]) -> dict[str, Any]:
+    """All of them, for JSON."""
+    return {"ok": exit_code(findings) == 0, "findings": [finding.plain() for finding in findings]}
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

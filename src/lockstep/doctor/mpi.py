@@ -92,12 +92,13 @@ def _syntax(hostfile: str, hosts: Sequence[Host], dialect: Dialect) -> Finding:
     said = f"{hostfile} names {len(hosts)}: {_some([host.name for host in hosts])}"
     if not foreign:
         return Finding(check="host file", status="ok", what=said, data={"hosts": [host.name for host in hosts]})
+    lines_with_slots = [dialect.line(host) for host in hosts if host.slots is not None]
     return Finding(
         check="host file",
         status="warning",
         what=f"{said}; {dialect.name} does not read {'; '.join(foreign[:3])}",
         why="`lockstep launch --mpirun_hostfile` reads it, but mpirun by itself takes it wrongly",
-        fix=f"for {dialect.name} write: {'; '.join(dialect.line(host) for host in hosts[:3])}",
+        fix=f"for {dialect.name} write: {'; '.join(lines_with_slots[:3])}",
         data={"hosts": [host.name for host in hosts], "foreign": foreign},
     )
 
@@ -265,7 +266,8 @@ def _try_out(
         if (answer.code or 0) < 0:
             # MPICH 4.0 dies of SIGPIPE in about 1 of 500 calls whose program has ended before it is listened to.
             answer = ssh.call(command, limit=MPIRUN, env={**environ, **dict(dialect.environ)})
-    shown = shlex.join(command)
+    shown = shlex.join(sanity_command(mpirun, dialect, hostfile, hosts))
+    shown += f" (its lines as {dialect.name} writes them)" if used != hostfile else ""
     names = [line.strip() for line in answer.out.splitlines() if line.strip()]
     data = {"command": shown, "printed": names}
     if answer.ok and len(names) == len(hosts):

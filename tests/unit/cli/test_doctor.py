@@ -47,7 +47,7 @@ def test_the_exit_code_and_json(
     finding = Finding(check="x", status=status, what="y", data={"z": 1})  # type: ignore[arg-type]
     monkeypatch.setattr(doctor_machine, "run_checks", lambda situation, told: [finding])
     assert main(["doctor", "--json"]) == code
-    assert json.loads(capsys.readouterr().out) == {"findings": [finding.plain()]}
+    assert json.loads(capsys.readouterr().out) == {"ok": code == 0, "findings": [finding.plain()]}
     assert main(["doctor"]) == code
     assert "x" in capsys.readouterr().out
 

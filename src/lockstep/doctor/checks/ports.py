@@ -21,6 +21,8 @@ def main_port(situation: Situation) -> Finding:
     data: dict[str, Any] = {"address": address, "port": port}
     if situation.launched and port:
         return _reachable(address or "127.0.0.1", port, data)
+    if address is not None and not interfaces.resolve(address):
+        return Finding(check="main port", status="skipped", what=f"{address} resolves to no address", data=data)
     if address is not None and not _is_here(address):
         return _reachable(address, port, data, may_be_early=True)
     if is_free(port):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lockstep.doctor import table
-from lockstep.doctor.finding import Finding
+from lockstep.doctor.finding import Finding, told
 from lockstep.doctor.net import judge
 from lockstep.doctor.net.collective import amount
 from lockstep.doctor.net.results import Link, Member, Report
@@ -20,8 +20,7 @@ def plain(report: Report, findings: Sequence[Finding]) -> dict[str, Any]:
     """All of it, for JSON."""
     marked = judge.marks(report)
     return {
-        "ok": not any(finding.status == "error" for finding in findings),
-        "findings": [finding.plain() for finding in findings],
+        **told(findings),
         "ranks": [{**_public(member), "ok": _well(report, member)} for member in report.members],
         "missing": list(report.missing),
         "failed_connections": [contact.plain() for contact in report.contacts],
