@@ -91,13 +91,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "without files" in finding.what
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_without_permission(tmp_path: Path) -> None:
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     log = written(tmp_path, b"x\n")
     assert log.path is not None
     log.path.chmod(0)
-    (finding,) = read([str(log.path)]).findings
-    assert "Permission denied" in finding.what
+    # Root may read everything but this: nothing is mapped where a process's memory begins.
+    path, why = ("/proc/self/mem", "Input/output error") if os.geteuid() == 0 else (str(log.path), "Permission denied")
+    (finding,) = read([path]).findings
+    assert finding.status == "error"
+    assert why in finding.what
 
 
 def test_an_empty_log_and_one_without_nccl(tmp_path: Path) -> None:
@@ -118,6 +120,15 @@ def test_a_folder_means_its_logs(tmp_path: Path) -> None:
     plain = tmp_path / "nccl"
     (plain / "other.txt").write_text("x\n")
     assert [log.path.name for log in logs_of(str(plain)) if log.path is not None] == ["node1.77.log", "other.txt"]
+
+
+def test_what_is_no_log_in_a_folder_is_passed_over_and_said(tmp_path: Path) -> None:
+    written(tmp_path, random.Random(1).randbytes(5000), "weights.bin")
+    skipped, warning = read([str(tmp_path)]).findings
+    assert (skipped.status, warning.status) == ("skipped", "warning")
+    assert "no line of NCCL's" in warning.what
+    written(tmp_path, b"node1:1:1 [0] NCCL INFO NCCL version 2.19.3+cuda12.2\n")
+    assert [finding.status for finding in read([str(tmp_path)]).findings] == ["skipped", "ok"]
 
 
 # A child of its own, so that its largest size is that of the reading alone.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lockstep.doctor.finding import Finding
+from lockstep.doctor.finding import Finding, Status, exit_code
 from lockstep.doctor.nccl import findings as words
 from lockstep.doctor.nccl import knowledge
 from lockstep.doctor.nccl.message import HINTS
@@ -46,17 +46,19 @@ def read(named: Sequence[str], watch: Watch | None = None) -> Reading:
                 _add(teller, log, watch(log) if watch is not None else None)
                 (empty if log.size() == 0 else names).append(log.name)
             except UnreadableLog as error:
-                findings.append(_unreadable(str(error)))
+                # A folder may hold other things than logs.
+                findings.append(_unreadable(str(error), "error" if log.asked_for else "skipped"))
     story = teller.tell()
     # Of a folder some files may well be empty: a rank that printed nothing.
     if empty and not names:
         findings.append(Finding(check="log", status="warning", what=f"{', '.join(empty[:6])}: nothing in it"))
-    elif names and not story.lines and not story.problems:
+    elif (names or named) and not story.lines and not story.problems and not exit_code(findings):
         findings.append(
             Finding(
                 check="log",
                 status="warning",
-                what=f"no line of NCCL's in {', '.join(names[:6])}" + (" and others" if len(names) > 6 else ""),
+                what=f"no line of NCCL's in {', '.join((names or named)[:6])}"
+                + (" and others" if len(names) > 6 else ""),
                 why="NCCL writes only when it is told to, and a job on gloo (CPU) does not use it",
                 fix="Start the job with NCCL_DEBUG=INFO, or from here: lockstep doctor nccl --run -- train.py",
             )
@@ -69,5 +71,5 @@ def _add(teller: Teller, log: Log, progress: Progress | None) -> None:
         teller.add(log.name, number, raw)
 
 
-def _unreadable(text: str) -> Finding:
-    return Finding(check="log", status="error", what=text)
+def _unreadable(text: str, status: Status = "error") -> Finding:
+    return Finding(check="log", status=status, what=text)

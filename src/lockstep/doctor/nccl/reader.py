@@ -42,6 +42,8 @@ class Log:
     """As it is shown."""
     path: Path | None
     """The file; None for what is piped in."""
+    asked_for: bool = True
+    """Whether it was named, and not only stands in a folder that was."""
 
     def lines(self, progress: Progress | None = None, hints: Sequence[bytes] = ()) -> Iterator[tuple[int, bytes]]:
         """Number and text of each line, without its end; of a very long one in pieces. Raises `UnreadableLog`.
@@ -81,7 +83,7 @@ def logs_of(named: str) -> list[Log]:
     files = sorted(file for file in found or path.iterdir() if file.is_file())
     if not files:
         raise UnreadableLog(f"{named} is a folder without files. Name a log, or the run directory of a job.")
-    return [Log(name=str(file), path=file) for file in files]
+    return [Log(name=str(file), path=file, asked_for=False) for file in files]
 
 
 def _lines(
