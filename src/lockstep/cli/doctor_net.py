@@ -175,6 +175,7 @@ def in_rank(
 
 
 def _publish(report: Report, *, as_json: bool, page: Path | None, picture: Path | None, rates: bool) -> int:
+    from lockstep.doctor.finding import exit_code
     from lockstep.doctor.net import program, show
 
     findings = program.judged(report)
@@ -188,11 +189,11 @@ def _publish(report: Report, *, as_json: bool, page: Path | None, picture: Path 
         _write(picture, lambda path: draw(report, findings, path))
     if as_json:
         print(json.dumps(show.plain(report, findings), indent=2))
-    elif rates:
-        print("\n".join([*show.lines(report, findings), table.summary(findings)]))
-    else:
-        print("\n".join([*table.lines(findings), table.summary(findings)]))
-    return program.failed(report)
+        return exit_code(findings)
+    shown = program.judged(report, brief=True)
+    lines = show.lines(report, shown) if rates else table.lines(shown)
+    print("\n".join([*lines, table.summary(findings)]))
+    return exit_code(findings)
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:

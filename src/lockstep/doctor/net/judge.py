@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import cores
+from lockstep.doctor.net.machines import named
 from lockstep.doctor.net.results import Contact, Link, Member, Report
 from lockstep.doctor.net.schedule import Pair
 from lockstep.rundir.ranks import name_ranks
@@ -139,7 +140,7 @@ def _lonely(
     return replace(
         first,
         what=f"{host} and {len(others)} other machines cannot talk ({into} cannot connect to it, it cannot connect to "
-        f"{out}): {_some(others)}. One of {len(pairs)} pairs: {first.what}",
+        f"{out}): {named(others)}. One of {len(pairs)} pairs: {first.what}",
         data={
             **first.data,
             "pairs": [list(pair) for pair in pairs],
@@ -260,7 +261,7 @@ def _lines(report: Report) -> Iterator[Finding]:
         grouped[frozenset(by_rank[rank].host for rank in pair)].append(pair)
     for host, others in cut_off(set(grouped)):
         pairs = [pair for other in others for pair in grouped.pop(frozenset((host, other)))]
-        start = f"{len(pairs)} between {host} and {len(others)} other machines ({_some(others)}); one of them: "
+        start = f"{len(pairs)} between {host} and {len(others)} other machines ({named(others)}); one of them: "
         fix = f"look at the interface, cable and switch port of {host}, and at what else it sends"
         yield _slow(by_rank, found, pairs, [host, *others], start, fix, more=0)
     for hosts, pairs in grouped.items():
@@ -417,10 +418,6 @@ def _first_per_host(members: Sequence[Member]) -> Iterator[Member]:
         if member.host not in seen:
             seen.add(member.host)
             yield member
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
 
 
 def _pair(contact: Contact) -> Pair:

@@ -17,8 +17,8 @@ from itertools import combinations
 from pathlib import Path
 
 from lockstep.config import env, resolve
-from lockstep.doctor.finding import Finding, exit_code
-from lockstep.doctor.net import collective, facts, judge, links, schedule
+from lockstep.doctor.finding import Finding
+from lockstep.doctor.net import collective, facts, judge, links, machines, schedule
 from lockstep.doctor.net.collective import Collective, Stuck
 from lockstep.doctor.net.meeting import Meeting, read_all
 from lockstep.doctor.net.results import Contact, Link, Member, Outcome, Point, Report
@@ -323,29 +323,10 @@ def merged(told: Sequence[Link]) -> list[Link]:
     return [by_pair[pair] for pair in sorted(by_pair)]
 
 
-def judged(report: Report) -> list[Finding]:
-    """The findings of the machines, those that are the same on several told once, then those of the network."""
-    hosts: dict[str, list[str]] = {}
-    firsts: dict[str, Finding] = {}
-    for member in report.members:
-        for plain in member.findings:
-            finding = Finding.of(plain)
-            key = repr((finding.check, finding.status, finding.what, finding.fix))
-            hosts.setdefault(key, []).append(member.host)
-            firsts.setdefault(key, finding)
-    order = {check: number for number, check in enumerate(dict.fromkeys(each.check for each in firsts.values()))}
-    machines = len({member.host for member in report.members})
-    own = []
-    for key in sorted(firsts, key=lambda key: order[firsts[key].check]):
-        where = f"all {machines} machines" if len(hosts[key]) == machines > 1 else ", ".join(hosts[key])
-        finding = firsts[key]
-        own.append(replace(finding, what=f"{where}: {finding.what}", data={**finding.data, "hosts": hosts[key]}))
-    return [*own, *judge.findings(report)]
-
-
-def failed(report: Report) -> int:
-    """The exit code."""
-    return exit_code(judged(report))
+def judged(report: Report, *, brief: bool = False) -> list[Finding]:
+    """The findings of the machines, then those of the network; ``brief`` for the screen."""
+    own = list(machines.findings(report.members))
+    return [*(machines.brief(own) if brief else own), *judge.findings(report)]
 
 
 def cannot_start(error: LockstepError, rank: int) -> Finding:
