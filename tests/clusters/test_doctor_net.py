@@ -180,6 +180,29 @@ def test_blocked_and_unreachable_pairs_are_named_and_the_rest_is_measured(three_
     assert told.alarm < 30  # the bar is 10 s
 
 
+def test_a_line_that_loses_packets_and_one_that_carries_only_small_ones(three_machines: Three) -> None:
+    """As a bad cable does, and a switch whose largest packet is smaller than that of the machines."""
+    _, node1, node2 = three_machines
+    large = f"ip saddr {node1.address} ip length gt 1000 drop"
+    # What is marked is a line that is slower than it could be: 2 Gbit/s of the nominal 10.
+    thin = "tc qdisc add dev eth2 root tbf rate 2gbit burst 1mb latency 20ms"
+    lossy = f"ip saddr {three_machines[0].address} numgen random mod 100 lt 5 drop"
+    with (
+        on(three_machines[0], thin, "tc qdisc delete dev eth2 root"),
+        firewall(node2, f"{large} && nft add rule ip doctor input {lossy}"),
+    ):
+        told = doctor(three_machines, 29705, "--quick")
+    assert told.codes[0] == 1
+    broken = told.one("broken line")
+    assert broken["data"]["pairs"] == [[1, 2]]
+    assert "nothing came for 5 s while rank 1 sent larger ones to rank 2; small messages pass" in broken["what"]
+    assert "ping -M do -s 1472 10.212.0.3" in broken["fix"]
+    slow = {tuple(finding["data"]["hosts"]): finding for finding in told.findings("slow line")}
+    assert "of the packets from rank 0 to 2 were lost on the way" in slow["node0", "node2"]["what"]
+    assert told.report["all_reduce"]["ranks"] == [0, 1]  # those that can talk
+    assert [rank["ok"] for rank in told.report["ranks"]] == [True, False, False]
+
+
 def test_a_machine_that_cannot_reach_the_meeting_point_says_so_and_the_rest_is_measured(three_machines: Three) -> None:
     node0, node1, _ = three_machines
     with firewall(node0, f"ip saddr {node1.address} drop"):

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from lockstep.doctor.net.meeting import Meeting
 from lockstep.doctor.net.results import Link, Point
 from lockstep.doctor.net.schedule import Pair
+from lockstep.doctor.net.units import amount
 
 LIMIT = 20.0
 """Seconds that one collective may take, beyond what its size needs."""
@@ -202,11 +203,3 @@ def copy_rate(size: int = 1 << 26) -> float:
         target.copy_(source)
         best = min(best, time.perf_counter() - started)
     return size / best
-
-
-def amount(size: int) -> str:
-    """A number of bytes as people say it."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= scale:
-            return f"{size / scale:g} {unit}"
-    return f"{size} B"

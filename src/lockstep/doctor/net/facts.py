@@ -51,6 +51,7 @@ def introduce(
         token=listener.token,
         others=_ways_out(present, topology.main_address),
         speed=0 if holder is None or holder.is_loopback else holder.speed,
+        mtu=0 if holder is None else holder.mtu,
         cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (),
         share=limits.cores(),
         threads=cpu.told_threads(environ),

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.net import cores
-from lockstep.doctor.net.machines import named
-from lockstep.doctor.net.results import Contact, Link, Member, Report
+from lockstep.doctor.net import cores, quality
+from lockstep.doctor.net.machines import cut_off, named
+from lockstep.doctor.net.results import Contact, Member, Report
 from lockstep.doctor.net.schedule import Pair
 from lockstep.rundir.ranks import name_ranks
 
-SLOWER = 3.0
-"""A latency of this many times the middle one is marked."""
-LESS = 0.5
-"""So is a rate below this part of the middle one."""
-ENOUGH = 3
-"""Lines of one kind from which on there is a middle that means something."""
-NOISE = {True: 200e-6, False: 50e-6}
-"""Seconds by which latencies may differ, inside a machine and between two, when it has other things to do."""
-FAR = 1e-3
-"""Seconds of latency between machines from which on every collective of small tensors is slow."""
-STREAM = 10_000
-"""Mbit/s that one stream of one process can be expected to give, however fast the hardware."""
-EXPECTED = 0.3
-"""The part of what the hardware should give below which a line is marked."""
-MANY = 4
-"""Machines that one cannot talk to from which on it is the one to look at."""
 FEW = 6
 """Names that are listed."""
 SKEW = 1.0
@@ -44,7 +27,7 @@ def findings(report: Report) -> list[Finding]:
         _presence(report),
         *_settings(report),
         *connections(report),
-        *_lines(report),
+        *quality.findings(report),
         *_clocks(report),
         *versions(report.members),
         *cores.findings(report.members),
@@ -85,9 +68,9 @@ def _settings(report: Report) -> Iterator[Finding]:
 # --- who can talk to whom --------------------------------------------------------------------------------------------
 
 
-def broken_pairs(contacts: Iterable[Contact]) -> set[Pair]:
-    """Pairs of which at least one cannot connect to the other: gloo and NCCL need both."""
-    return {_pair(contact) for contact in contacts}
+def broken_pairs(report: Report) -> set[Pair]:
+    """Pairs of which at least one cannot connect to the other, or that cannot send: gloo and NCCL need both ways."""
+    return {_pair(contact) for contact in report.contacts} | {(link.a, link.b) for link in report.links if link.error}
 
 
 def connections(report: Report) -> Iterator[Finding]:
@@ -109,22 +92,6 @@ def connections(report: Report) -> Iterator[Finding]:
         pairs = len(report.members) * (len(report.members) - 1) // 2
         what = f"every rank can connect to every other ({pairs} pair{'s' if pairs > 1 else ''}, each way)"
         yield Finding(check="connections", status="ok", what=what)
-
-
-def cut_off(apart: Set[frozenset[str]]) -> Iterator[tuple[str, list[str]]]:
-    """Machines that many others cannot talk to, the worst first, each with those others that were not named before."""
-    partners: dict[str, set[str]] = defaultdict(set)
-    for hosts in apart:
-        for host in hosts:
-            partners[host] |= hosts - {host}
-    while partners:
-        worst = max(sorted(partners), key=lambda host: len(partners[host]))
-        others = partners.pop(worst)
-        if len(others) < MANY:
-            return
-        yield worst, sorted(others)
-        for other in others:
-            partners[other].discard(worst)
 
 
 def _lonely(
@@ -193,117 +160,6 @@ def _remedy(contact: Contact, target: Member, instead: str) -> str:
 def _export(interface: str | None) -> str:
     name = interface or "INTERFACE"
     return f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
-
-
-# --- how well --------------------------------------------------------------------------------------------------------
-
-
-def marks(report: Report) -> dict[tuple[int, int], list[str]]:
-    """What is wrong with which line, in words."""
-    by_rank = {member.rank: member for member in report.members}
-    found: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for link in report.links:
-        if link.error:
-            found[link.a, link.b].append(link.error)
-    for inside in (True, False):
-        links = [link for link in report.links if (by_rank[link.a].host == by_rank[link.b].host) == inside]
-        for link, text in _against_the_middle(links, NOISE[inside]):
-            found[link.a, link.b].append(text)
-        if not inside:
-            for link, text in _against_the_hardware(links, by_rank):
-                found[link.a, link.b].append(text)
-    return dict(found)
-
-
-def _against_the_middle(links: Sequence[Link], noise: float) -> Iterator[tuple[Link, str]]:
-    late = [link for link in links if link.latency is not None]
-    if len(late) >= ENOUGH:
-        middle = statistics.median(link.latency or 0 for link in late)
-        for link in late:
-            if (link.latency or 0) > max(SLOWER * middle, middle + noise):
-                yield link, f"latency {micro(link.latency)}, {(link.latency or 0) / middle:.0f} times the median"
-    for name in ("forth", "back"):
-        rated = [(link, getattr(link, name)) for link in links if getattr(link, name) is not None]
-        if len(rated) < ENOUGH:
-            continue
-        middle = statistics.median(value for _, value in rated)
-        for link, value in rated:
-            if value < LESS * middle:
-                way = f"{link.a} to {link.b}" if name == "forth" else f"{link.b} to {link.a}"
-                yield link, f"{rate(value)} from rank {way}, {100 * value / middle:.0f}% of the median"
-
-
-def _against_the_hardware(links: Sequence[Link], by_rank: dict[int, Member]) -> Iterator[tuple[Link, str]]:
-    for link in links:
-        if link.latency is not None and link.latency > FAR:
-            yield link, f"latency {micro(link.latency)}, far above what a local network has"
-        nominal = should_give(link, by_rank)
-        if nominal is None or link.forth is None or link.back is None:
-            continue
-        expected = min(nominal, STREAM * 125_000)
-        for value, way in ((link.forth, f"{link.a} to {link.b}"), (link.back, f"{link.b} to {link.a}")):
-            if value < EXPECTED * expected:
-                share = percent(value, nominal)
-                yield link, f"{rate(value)} from rank {way}, {share} of the nominal {rate(nominal)}"
-
-
-def should_give(link: Link, by_rank: dict[int, Member]) -> float | None:
-    """Bytes a second that the slower of the two interfaces says it can do; None when one does not say."""
-    speeds = [by_rank[link.a].speed, by_rank[link.b].speed]
-    return min(speeds) * 125_000.0 if all(speeds) else None
-
-
-def _lines(report: Report) -> Iterator[Finding]:
-    found = marks(report)
-    by_rank = {member.rank: member for member in report.members}
-    grouped: dict[frozenset[str], list[Pair]] = defaultdict(list)
-    for pair in sorted(found):
-        grouped[frozenset(by_rank[rank].host for rank in pair)].append(pair)
-    for host, others in cut_off(set(grouped)):
-        pairs = [pair for other in others for pair in grouped.pop(frozenset((host, other)))]
-        start = f"{len(pairs)} between {host} and {len(others)} other machines ({named(others)}); one of them: "
-        fix = f"look at the interface, cable and switch port of {host}, and at what else it sends"
-        yield _slow(by_rank, found, pairs, [host, *others], start, fix, more=0)
-    for hosts, pairs in grouped.items():
-        one, *rest = sorted(hosts)
-        fix = f"see what else runs on {one}"
-        if rest:
-            fix = f"look at cable, switch port, duplex and other traffic between {one} and {rest[0]}"
-        yield _slow(by_rank, found, pairs, [one, *(rest or [one])], "", fix)
-    if report.links and not found:
-        yield Finding(check="lines", status="ok", what=_spans(report))
-
-
-def _slow(
-    by_rank: Mapping[int, Member],
-    found: Mapping[Pair, list[str]],
-    pairs: Sequence[Pair],
-    hosts: list[str],
-    start: str,
-    fix: str,
-    more: int = 2,
-) -> Finding:
-    """One finding about some lines; the first is named in full."""
-    a, b = (by_rank[rank] for rank in pairs[0])
-    rest = "".join(f"; ranks {pair[0]} and {pair[1]}: {found[pair][0]}" for pair in pairs[1 : 1 + more])
-    rest += f"; {len(pairs) - 1 - more} more between the same machines" if more and len(pairs) > 1 + more else ""
-    return Finding(
-        check="slow line",
-        status="warning",
-        what=f"{start}{a.name} and {b.name}: {'; '.join(found[pairs[0]])}{rest}",
-        why="the slowest line sets the pace of every collective",
-        fix=fix,
-        data={"pairs": [list(pair) for pair in pairs], "hosts": hosts, "marks": [found[pair] for pair in pairs]},
-    )
-
-
-def _spans(report: Report) -> str:
-    lates = [link.latency for link in report.links if link.latency is not None]
-    rates = [value for link in report.links for value in (link.forth, link.back) if value is not None]
-    words = [f"latency {micro(min(lates))} to {micro(max(lates))}"] if lates else []
-    if rates:
-        words.append(f"{rate(min(rates))} to {rate(max(rates))}")
-    return f"none stands out: {', '.join(words)}"
 
 
 # --- what must be the same -------------------------------------------------------------------------------------------
@@ -422,27 +278,3 @@ def _first_per_host(members: Sequence[Member]) -> Iterator[Member]:
 
 def _pair(contact: Contact) -> Pair:
     return min(contact.source, contact.target), max(contact.source, contact.target)
-
-
-def micro(seconds: float | None) -> str:
-    """A latency as people read it."""
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1000:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
-
-
-def rate(value: float | None) -> str:
-    """Bytes a second as people read it."""
-    if value is None:
-        return "-"
-    if value < 1e6:
-        return f"{value / 1e3:.1f} kB/s"
-    return f"{value / 1e9:.2f} GB/s" if value >= 1e9 else f"{value / 1e6:.1f} MB/s"
-
-
-def percent(value: float | None, of: float | None) -> str:
-    """A share; a dash where one is not known."""
-    if value is None or not of:
-        return "-"
-    share = 100 * value / of
-    return f"{share:.0f}%" if share >= 1 else f"{share:.1g}%"

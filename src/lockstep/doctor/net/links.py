@@ -17,6 +17,8 @@ from lockstep.launch.machine import route_to
 
 CONNECT = 3.0
 """Seconds for one connection. All are tried at once, so this names every pair that cannot talk."""
+SILENT = "nothing came"
+"""Begins the error of a line that stands and is silent."""
 _AT_ONCE = 256
 SILENCE = 5.0
 """Seconds without a byte after which a line that is being measured counts as broken."""
@@ -107,9 +109,10 @@ def dialler(pair: Pair, tried: Container[int], failed: Container[Pair]) -> int |
 
 
 def measure(line: socket.socket, *, own: int, peer: int, pings: int, target: float) -> Link:
-    """What a line gives; ``target`` is how long each direction is to be used, and 0 leaves that out."""
+    """What a line gives; ``target`` is how long each direction is to be used, and 0 only tries whether it is one."""
     a, b = sorted((own, peer))
     found: dict[str, Any] = {}
+    doing = "small messages were sent"
     try:
         line.settimeout(SILENCE)
         wire.ping(line)  # the first one wakes the other side up
@@ -118,12 +121,16 @@ def measure(line: socket.socket, *, own: int, peer: int, pings: int, target: flo
         found["latency"] = statistics.median(seconds for seconds, _ in trips) / 2
         found["offset"] = shortest[1] if own == a else -shortest[1]
         found["uncertain"] = shortest[0] / 2
-        if target > 0:
-            away, here = (wire.rate(line, take=take, target=target) for take in (False, True))
-            found["forth"], found["back"] = (away, here) if own == a else (here, away)
+        for source, to in ((own, peer), (peer, own)):
+            doing = f"rank {source} sent larger ones to rank {to}; small messages pass"
+            value = wire.rate(line, take=source == peer, target=target)
+            if target > 0:
+                found["forth" if source == a else "back"] = value
+        away, here = wire.sent_again(line)
+        found["lost_forth"], found["lost_back"] = (away, here) if own == a else (here, away)
     except (OSError, EOFError) as error:
-        why = f"nothing came for {SILENCE:g} s" if isinstance(error, TimeoutError) else str(error)
-        return Link(a=a, b=b, error=f"the line broke while it was measured: {why}", **found)
-    finally:
-        wire.hang_up(line)
+        why = f"{SILENT} for {SILENCE:g} s" if isinstance(error, TimeoutError) else str(error)
+        line.close()  # without a word, which would wait for what was not taken
+        return Link(a=a, b=b, error=f"{why} while {doing}", **found)
+    wire.hang_up(line)
     return Link(a=a, b=b, **found)

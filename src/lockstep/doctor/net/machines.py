@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net.results import Member
 
 _NAMES = 6
+MANY = 4
+"""Machines that one cannot talk to from which on it is the one to look at."""
 _ROWS = 2
 """Rows of one check and status that are shown in full, where more machines have something of their own to say."""
 
@@ -42,6 +45,22 @@ def brief(found: Sequence[Finding]) -> Iterator[Finding]:
         if rest := [host for finding in rows[len(shown) :] for host in finding.data["hosts"]]:
             what = f"{named(rest)}: {status} too, each with figures of its own, which --json has"
             yield replace(rows[0], what=what, why="", fix="", data={"hosts": rest})
+
+
+def cut_off(apart: Set[frozenset[str]]) -> Iterator[tuple[str, list[str]]]:
+    """Machines that many others cannot talk to, the worst first, each with those others that were not named before."""
+    partners: dict[str, set[str]] = defaultdict(set)
+    for hosts in apart:
+        for host in hosts:
+            partners[host] |= hosts - {host}
+    while partners:
+        worst = max(sorted(partners), key=lambda host: len(partners[host]))
+        others = partners.pop(worst)
+        if len(others) < MANY:
+            return
+        yield worst, sorted(others)
+        for other in others:
+            partners[other].discard(worst)
 
 
 def named(hosts: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.doctor.net import judge
+from lockstep.doctor.net import judge, quality, units
 from lockstep.doctor.net.results import Link, Report
 
 _FULL = math.log(4)
@@ -55,13 +55,13 @@ Value = Callable[[Link, bool], float | None]
 def of(report: Report) -> Iterator[Map]:
     """A map for each thing that was measured."""
     if report.links:
-        yield _map(report, "Latency one way", lambda link, forth: link.latency, judge.micro, high_is_bad=True)
+        yield _map(report, "Latency one way", lambda link, forth: link.latency, units.micro, high_is_bad=True)
     if any(link.forth is not None for link in report.links):
         yield _map(
             report,
             "Rate over one TCP stream, row to column",
             lambda link, forth: link.forth if forth else link.back,
-            judge.rate,
+            units.rate,
             high_is_bad=False,
         )
     if any(link.device_rate is not None for link in report.links):
@@ -69,7 +69,7 @@ def of(report: Report) -> Iterator[Map]:
             report,
             "Rate by send and receive on the devices",
             lambda link, forth: link.device_rate,
-            judge.rate,
+            units.rate,
             high_is_bad=False,
         )
 
@@ -79,7 +79,7 @@ def _map(report: Report, title: str, value: Value, shown: Callable[[float | None
     best = math.log((min if high_is_bad else max)(known)) if known else 0.0
     span = max([_FULL, *(abs(math.log(found) - best) for found in known)])
     by_pair = {(link.a, link.b): link for link in report.links}
-    marked, broken = judge.marks(report), judge.broken_pairs(report.contacts)
+    marked, broken = quality.marks(report), judge.broken_pairs(report)
     cells = []
     for row, source in enumerate(report.members):
         for column, target in enumerate(report.members):
@@ -87,7 +87,7 @@ def _map(report: Report, title: str, value: Value, shown: Callable[[float | None
                 continue
             pair = (min(source.rank, target.rank), max(source.rank, target.rank))
             colour, text = (OUT, "failed") if pair in broken else (None, "-")
-            if (link := by_pair.get(pair)) is not None:
+            if (link := by_pair.get(pair)) is not None and pair not in broken:
                 found = value(link, source.rank < target.rank)
                 colour, text = shade(abs(math.log(found) - best) / span if found else 0.0), shown(found)
             tip = f"{source.rank} to {target.rank}: {text}" + "".join(f"; {mark}" for mark in marked.get(pair, []))

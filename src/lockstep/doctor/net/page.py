@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.net import judge, maps
-from lockstep.doctor.net.collective import amount
+from lockstep.doctor.net import maps, units
 from lockstep.doctor.net.results import Report
 
 _STYLE = """
@@ -100,14 +99,14 @@ def _curve(report: Report) -> Iterator[str]:
     for power in range(floor, top + 1):
         _, y = place(sizes[0], power)
         yield f"<line x1={left} x2={width - 20} y1={y} y2={y} stroke='#8884' />"
-        yield f"<text x={left - 8} y={y + 4} text-anchor=end font-size=11>{judge.rate(10.0**power)}</text>"
+        yield f"<text x={left - 8} y={y + 4} text-anchor=end font-size=11>{units.rate(10.0**power)}</text>"
     track = " ".join(f"{x},{y}" for x, y in map(place, sizes, rates))
     yield f"<polyline points='{track}' fill=none stroke='#2a6fb0' stroke-width=2 />"
     for point, size, rate in zip(points, sizes, rates, strict=True):
         x, y = place(size, rate)
-        tip = f"{amount(point.size)}: {judge.micro(point.seconds)}, {judge.rate(point.rate)}"
+        tip = f"{units.amount(point.size)}: {units.micro(point.seconds)}, {units.rate(point.rate)}"
         yield f"<circle cx={x} cy={y} r=4 fill='#2a6fb0'><title>{_text(tip)}</title></circle>"
-        yield f"<text x={x} y={height - bottom + 18} text-anchor=middle font-size=10>{amount(point.size)}</text>"
+        yield f"<text x={x} y={height - bottom + 18} text-anchor=middle font-size=10>{units.amount(point.size)}</text>"
     yield "</svg>"
 
 

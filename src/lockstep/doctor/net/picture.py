@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.net import judge, maps
-from lockstep.doctor.net.collective import amount
+from lockstep.doctor.net import maps, units
 from lockstep.doctor.net.results import Report
 from lockstep.doctor.table import summary
 from lockstep.errors import ConfigError
@@ -83,8 +82,8 @@ def _curve(report: Report, axis: Any) -> None:
     sizes, rates = [point.size for point in points], [point.rate or 1.0 for point in points]
     axis.loglog(sizes, rates, marker="o")
     decades = range(math.floor(math.log10(min(rates))), math.ceil(math.log10(max(rates))) + 1)
-    axis.set_yticks([10.0**power for power in decades], [judge.rate(10.0**power) for power in decades], fontsize=8)
-    axis.set_xticks(sizes, [amount(size) for size in sizes], fontsize=8)
+    axis.set_yticks([10.0**power for power in decades], [units.rate(10.0**power) for power in decades], fontsize=8)
+    axis.set_xticks(sizes, [units.amount(size) for size in sizes], fontsize=8)
     axis.minorticks_off()
     axis.grid(alpha=0.4)
     axis.set_title(f"all_reduce on {len(report.group)} ranks: what each link carries")

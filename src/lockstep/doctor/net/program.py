@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lockstep.config import env, resolve
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.net import collective, facts, judge, links, machines, schedule
+from lockstep.doctor.net import collective, facts, judge, links, machines, quality, schedule
 from lockstep.doctor.net.collective import Collective, Stuck
 from lockstep.doctor.net.meeting import Meeting, read_all
 from lockstep.doctor.net.results import Contact, Link, Member, Outcome, Point, Report
@@ -75,7 +75,7 @@ def examine(
     try:
         own = facts.introduce(topology, environ, listener, script=options.script)
         meeting = Meeting.join(topology, own, options.patience, said or _silent, alarm or _unheard)
-        run = _Run(meeting, topology, options, speak, alarm if topology.rank == 0 else None)
+        run = _Run(meeting, topology, options, speak, alarm)
         return run.whole(own, own_findings), topology.rank
     finally:
         listener.close()
@@ -138,7 +138,8 @@ class _Run:
         broken = {(contact.source, contact.target) for contact in contacts}
         dialled = {pair: links.dialler(pair, tried, broken) for pair in pairs}
         found = self._measure(hosts, {pair: rank for pair, rank in dialled.items() if rank is not None}, lines)
-        outcome, group, device_links = self._collective(hosts, judge.broken_pairs(contacts))
+        broken |= self._broken_lines(members, found)
+        outcome, group, device_links = self._collective(hosts, {(min(pair), max(pair)) for pair in broken})
         last = {"outcome": outcome.plain(), "links": [link.plain() for link in (*found, *device_links)]}
         self.meeting.tell("last words", last)
         if self.meeting.rank == 0:
@@ -216,6 +217,18 @@ class _Run:
         for line in lines.values():
             line.close()
         return found
+
+    def _broken_lines(self, members: Mapping[int, Member], found: Sequence[Link]) -> set[Pair]:
+        """Called on: all ranks. Lines that broke while they were measured: on rank 0 all, on the others their own."""
+        own = [link for link in found if link.error]
+        if own and self.alarm is not None:
+            seen = Report(members=[members[rank] for rank in sorted(members)], links=own)
+            self.alarm(list(quality.broken(seen)))
+        self.meeting.tell("broken lines", [[link.a, link.b] for link in own])
+        if self.meeting.rank != 0:
+            return {(link.a, link.b) for link in own}
+        heard = self.meeting.hear("broken lines", 4 * links.SILENCE, said=self.said)
+        return {(a, b) for told in heard.values() for a, b in told}
 
     def _collective(self, hosts: Mapping[int, str], broken: Set[Pair]) -> tuple[Outcome, list[int], list[Link]]:
         self.meeting.meet("before collectives", 4 * links.SILENCE)

@@ -61,6 +61,8 @@ class Member(Plain):
     """Its other interfaces that lead out, with their addresses."""
     speed: int = 0
     """What the interface should give, in Mbit/s; 0 when it does not say."""
+    mtu: int = 0
+    """The largest packet of the interface; 0 when it is not known."""
     cores: Sequence[int] = ()
     """The cores that it may use."""
     share: float | None = None
@@ -114,8 +116,12 @@ class Link(Plain):
     """Seconds by which b's clock is ahead of a's."""
     uncertain: float = 0.0
     """Half of the shortest round trip: the offset is not known better."""
+    lost_forth: float = 0.0
+    """The share of packets from a to b that had to be sent again."""
+    lost_back: float = 0.0
+    """The same from b to a."""
     error: str = ""
-    """Why there is no more."""
+    """How the line broke, if it did."""
     device_latency: float | None = None
     """The same as ``latency``, by send and receive on the devices."""
     device_rate: float | None = None

@@ -7,8 +7,7 @@ from typing import Any
 
 from lockstep.doctor import table
 from lockstep.doctor.finding import Finding, told
-from lockstep.doctor.net import judge
-from lockstep.doctor.net.collective import amount
+from lockstep.doctor.net import judge, quality, units
 from lockstep.doctor.net.results import Link, Member, Report
 from lockstep.rundir.ranks import name_ranks
 
@@ -18,7 +17,7 @@ WIDEST = 16
 
 def plain(report: Report, findings: Sequence[Finding]) -> dict[str, Any]:
     """All of it, for JSON."""
-    marked = judge.marks(report)
+    marked = quality.marks(report)
     return {
         **told(findings),
         "ranks": [{**_public(member), "ok": _well(report, member)} for member in report.members],
@@ -51,7 +50,7 @@ def reference(report: Report, link: Link) -> tuple[float | None, str]:
     by_rank = {member.rank: member for member in report.members}
     if by_rank[link.a].host == by_rank[link.b].host:
         return _copies(report).get(by_rank[link.a].host), "memory copy"
-    return judge.should_give(link, by_rank), "nominal"
+    return quality.should_give(link, by_rank), "nominal"
 
 
 def _copies(report: Report) -> dict[str, float]:
@@ -65,7 +64,7 @@ def _copies(report: Report) -> dict[str, float]:
 
 def lines(report: Report, findings: Sequence[Finding]) -> Iterator[str]:
     """All of it, for the terminal."""
-    broken = judge.broken_pairs(report.contacts)
+    broken = judge.broken_pairs(report)
     if report.links and len(report.members) <= WIDEST:
         yield from _matrix(report, "Latency, one way (rows to columns)", _latency)
         if any(link.forth is not None for link in report.links):
@@ -109,6 +108,7 @@ def _trouble(report: Report, member: Member) -> str:
         return member.problem
     failed = {contact.target for contact in report.contacts if contact.source == member.rank}
     failed |= {contact.source for contact in report.contacts if contact.target == member.rank}
+    failed |= {link.a + link.b - member.rank for link in report.links if link.error and member.rank in (link.a, link.b)}
     if failed:
         return f"it cannot talk to {name_ranks(failed, judge.FEW)}"
     return next((outcome.error for outcome in report.outcomes if outcome.rank == member.rank), "")
@@ -120,36 +120,36 @@ Cell = Callable[[Report, Link, bool], str]
 
 
 def _latency(report: Report, link: Link, forth: bool) -> str:
-    return judge.micro(link.latency)
+    return units.micro(link.latency)
 
 
 def _rate(report: Report, link: Link, forth: bool) -> str:
-    return judge.rate(link.forth if forth else link.back)
+    return units.rate(link.forth if forth else link.back)
 
 
 def _part(report: Report, link: Link, forth: bool) -> str:
-    return judge.percent(link.forth if forth else link.back, reference(report, link)[0])
+    return units.percent(link.forth if forth else link.back, reference(report, link)[0])
 
 
 def _device_latency(report: Report, link: Link, forth: bool) -> str:
-    return judge.micro(link.device_latency)
+    return units.micro(link.device_latency)
 
 
 def _device_rate(report: Report, link: Link, forth: bool) -> str:
-    return judge.rate(link.device_rate)
+    return units.rate(link.device_rate)
 
 
 def _matrix(report: Report, title: str, cell: Cell) -> Iterator[str]:
     ranks = [member.rank for member in report.members]
     by_pair = {(link.a, link.b): link for link in report.links}
-    marked, broken = judge.marks(report), judge.broken_pairs(report.contacts)
+    marked, broken = quality.marks(report), judge.broken_pairs(report)
 
     def text(row: int, column: int) -> str:
         if row == column:
             return "."
         pair = (min(row, column), max(row, column))
         link = by_pair.get(pair)
-        if link is None:
+        if link is None or pair in broken:
             return "FAILED" if pair in broken else "-"
         return cell(report, link, row < column) + ("*" if pair in marked else "")
 
@@ -172,7 +172,7 @@ def _curve(report: Report) -> Iterator[str]:
     yield f"  {'size':>8}  {'time':>10}  {'each link carries':>18}"
     for point in report.points:
         if point.seconds is None:
-            yield f"  {amount(point.size):>8}  left out: {point.note}"
+            yield f"  {units.amount(point.size):>8}  left out: {point.note}"
         else:
-            yield f"  {amount(point.size):>8}  {judge.micro(point.seconds):>10}  {judge.rate(point.rate):>18}"
+            yield f"  {units.amount(point.size):>8}  {units.micro(point.seconds):>10}  {units.rate(point.rate):>18}"
     yield ""

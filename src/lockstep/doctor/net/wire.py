@@ -11,6 +11,7 @@ import contextlib
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ _HELLO = struct.Struct("!8sI")
 _ASK = struct.Struct("!cQ")
 """What is asked, and how many bytes."""
 _CLOCK = struct.Struct("!d")
+_SHARE = struct.Struct("!d")
+_SENT_AGAIN, _SENT = (100, 136) if sys.platform == "linux" else (0, 0)
+"""Where Linux keeps these numbers of packets in its `tcp_info`."""
 _CHUNK = 1 << 20
 IDLE = 600.0
 """Seconds for which a line may be silent before its server lets go of it."""
@@ -92,6 +96,8 @@ def _answer(line: socket.socket) -> None:
             line.sendall(b"k")
         elif what == b"g":
             _send(line, size, buffer)
+        elif what == b"r":
+            line.sendall(_SHARE.pack(_sent_again(line)))
         else:
             return
 
@@ -145,6 +151,23 @@ def rate(line: socket.socket, *, take: bool, target: float, most: int = 1 << 32)
             return size / seconds
         # Never more than eight times as much: what a first burst shows is not what the line keeps up.
         size = min(most, size * 8, max(size * 2, int(size / seconds * target * 1.2)))
+
+
+def sent_again(line: socket.socket) -> tuple[float, float]:
+    """The share of packets that were lost and sent again: of those from here, and of those from the other side."""
+    line.sendall(_ASK.pack(b"r", 0))
+    (theirs,) = _SHARE.unpack(_exactly(line, _SHARE.size))
+    return _sent_again(line), theirs
+
+
+def _sent_again(line: socket.socket) -> float:
+    if not _SENT:
+        return 0.0
+    told = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT + 4)
+    if len(told) < _SENT + 4:
+        return 0.0  # a kernel that does not count what was sent
+    again, sent = (struct.unpack_from("=I", told, place)[0] for place in (_SENT_AGAIN, _SENT))
+    return again / sent if sent else 0.0
 
 
 def hang_up(line: socket.socket) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.net import judge
+from lockstep.doctor.net import judge, machines, quality
 from lockstep.doctor.net.results import Outcome, Report
 from tests.unit.doctor.net.reports import healthy, with_contact, with_link, with_member
 
@@ -80,12 +80,12 @@ def test_a_machine_that_nobody_can_talk_to_is_told_once_and_the_others_by_pairs(
 @given(st.sets(st.frozensets(st.sampled_from("abcdefgh"), min_size=1, max_size=2)))
 def test_every_two_machines_that_cannot_talk_are_named_once(apart: set[frozenset[str]]) -> None:
     left = list(apart)
-    for host, others in judge.cut_off(apart):
-        assert len(others) >= judge.MANY
+    for host, others in machines.cut_off(apart):
+        assert len(others) >= machines.MANY
         for other in others:
             left.remove(frozenset((host, other)))
     for host in "abcdefgh":
-        assert sum(host in hosts and len(hosts) == 2 for hosts in left) < judge.MANY
+        assert sum(host in hosts and len(hosts) == 2 for hosts in left) < machines.MANY
 
 
 def test_ranks_that_went_away_before_they_could_say_are_not_called_connected() -> None:
@@ -99,6 +99,28 @@ def test_what_is_wrong_with_several_lines_of_two_machines_is_told_in_one() -> No
     assert "latency 5.0 ms" in slow.what
     assert "ranks 1 and 3: 20.0 MB/s from rank 1 to 3" in slow.what
     assert len(slow.data["marks"]) == 2
+
+
+def test_packets_that_were_lost_are_told_where_they_cost_speed() -> None:
+    report = with_link(healthy(FIVE), 0, 2, forth=0.9e9, lost_forth=0.03)
+    (slow,) = found(report, "slow line")
+    assert "3% of the packets from rank 0 to 2 were lost on the way" in slow.what
+    assert found(with_link(report, 0, 2, forth=2e9), "slow line") == []  # faster than the hardware says it is
+    assert found(with_link(report, 0, 2, lost_forth=0.001), "slow line") == []
+
+
+def test_a_line_that_carries_only_small_messages_is_an_error_of_both() -> None:
+    silent = "nothing came for 5 s while rank 1 sent larger ones to rank 3; small messages pass"
+    report = with_link(healthy(FIVE), 1, 3, error=silent, forth=None, back=None)
+    report = with_member(with_member(report, 1, mtu=9000), 3, mtu=1500)
+    (broken,) = found(report, "broken line")
+    assert broken.status == "error"
+    assert f"rank 1 on b (eth0 10.0.0.2) and rank 3 on d (eth0 10.0.0.4): {silent} (MTU 9000 and 1500)" in broken.what
+    assert "on b try `ping -M do -s 1472 10.0.0.4`" in broken.fix
+    assert found(report, "slow line") == found(report, "lines") == []
+    assert judge.broken_pairs(report) == {(1, 3)}
+    (ended,) = found(with_link(report, 1, 3, error="the line was closed while …"), "broken line")
+    assert "has ended" in ended.fix
 
 
 def test_one_direction_is_named() -> None:
@@ -131,19 +153,19 @@ def test_an_interface_that_does_not_say_its_speed_is_not_judged_by_it() -> None:
 def test_what_differs_a_little_is_not_marked(latencies: list[float]) -> None:
     report = healthy(FIVE)
     links = [replace(link, latency=value) for link, value in zip(report.links, latencies, strict=True)]
-    assert judge.marks(replace(report, links=links)) == {}
+    assert quality.marks(replace(report, links=links)) == {}
 
 
 def test_lines_inside_machines_are_compared_among_themselves() -> None:
     report = healthy(("a", "a", "a", "b"), latency=5e-6)
     for rank in range(3):
         report = with_link(report, rank, 3, latency=90e-6)
-    assert judge.marks(report) == {}
+    assert quality.marks(report) == {}
 
 
 def test_a_busy_machine_is_not_taken_for_a_slow_line() -> None:
-    assert judge.marks(with_link(healthy(("a", "a", "a"), latency=7e-6), 0, 2, latency=90e-6)) == {}
-    assert (0, 2) in judge.marks(with_link(healthy(("a", "a", "a"), latency=7e-6), 0, 2, latency=900e-6))
+    assert quality.marks(with_link(healthy(("a", "a", "a"), latency=7e-6), 0, 2, latency=90e-6)) == {}
+    assert (0, 2) in quality.marks(with_link(healthy(("a", "a", "a"), latency=7e-6), 0, 2, latency=900e-6))
 
 
 def test_a_pair_that_cannot_talk_is_named_once_for_both_ways() -> None:
@@ -155,7 +177,7 @@ def test_a_pair_that_cannot_talk_is_named_once_for_both_ways() -> None:
     assert "no answer within 3 s (neither way)" in broken.what
     assert "the other way: no route to host" in broken.what
     assert broken.data["pairs"] == [[0, 2]]
-    assert judge.broken_pairs(report.contacts) == {(0, 2)}
+    assert judge.broken_pairs(report) == {(0, 2)}
 
 
 def test_many_ranks_of_two_machines_are_one_finding() -> None:
