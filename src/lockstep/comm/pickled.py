@@ -8,10 +8,10 @@ nothing with the other ranks: joining the job once more, as another process unde
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.errors import UsageError
 from lockstep.topology import current
+from lockstep.topology.away import Away
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
@@ -19,25 +19,6 @@ if TYPE_CHECKING:
     from lockstep.comm.view import ProcessView
 
 _SHOWN = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes", "device", "backend")
-
-
-class Away:
-    """In the place of the group, where there is none."""
-
-    def __init__(self, topology: Topology) -> None:
-        self.backend = topology.backend
-        self.debug = False
-        self.away = (
-            f"this object was pickled in rank {topology.rank} of {topology.world_size} and unpickled in a process that "
-            "is not this rank. It knows where it comes from (process_index, num_processes, device), and cannot work "
-            "with the other ranks. Do that in the rank itself, and hand over what comes of it."
-        )
-        """Why nothing else is here."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__") or name == "away":
-            raise AttributeError(name)
-        raise UsageError(self.away[0].upper() + self.away[1:])
 
 
 def taken_apart(view: ProcessView, number: int | None = None, precision: str | None = None) -> tuple[Any, ...]:
@@ -61,6 +42,11 @@ def put_together(cls: type[ProcessView], place: dict[str, Any], number: int | No
             return found
     topology = Topology(**place, reason="it was pickled there", device_reason="it was pickled there")
     view = cls.__new__(cls)
-    session = current.Session(topology=topology, group=cast(Group, Away(topology)), mixed_precision=precision)
+    words = (
+        f"this object was pickled in rank {topology.rank} of {topology.world_size} and unpickled in a process that is "
+        "not this rank. It knows where it comes from (process_index, num_processes, device), and cannot work with the "
+        "other ranks. Do that in the rank itself, and hand over what comes of it."
+    )
+    session = current.Session(topology=topology, group=cast(Group, Away(topology, words)), mixed_precision=precision)
     view._session, view._topology, view._group = session, topology, session.group
     return view

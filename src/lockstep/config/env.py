@@ -86,6 +86,11 @@ def publish(changes: Mapping[str, str]) -> None:
     os.environ.update(changes)
 
 
+def withdraw(name: str) -> None:
+    """Take back what was published."""
+    os.environ.pop(name, None)
+
+
 @contextmanager
 def patched(changes: Mapping[str, str | None]) -> Iterator[None]:
     """Set (or, with None, remove) variables for the length of a block, then put back what was there."""

@@ -7,17 +7,19 @@ Rooms are handed what they need. Only the free functions that the guides call wi
 from __future__ import annotations
 
 import atexit
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config import env, resolve
 from lockstep.config.handlers import InitProcessGroupKwargs
 from lockstep.errors import ConfigError
 from lockstep.rundir import names, place
 from lockstep.rundir.place import RunDirectory
+from lockstep.topology import away
 from lockstep.topology.farewell import Farewell
 from lockstep.topology.group import Group
 from lockstep.topology.kernel import old_kernel_warning
@@ -54,6 +56,8 @@ class _Slot:
         """The store of the last job, by its address."""
         self.farewell = Farewell()
         self.watch: Watch | None = None
+        self.away = False
+        """Whether the session is that of a rank which has started this process."""
 
 
 _slot = _Slot()
@@ -96,6 +100,11 @@ def require(
     warning = old_kernel_warning()
     if warning is not None and topology.is_local_main:
         warnings.warn(warning, stacklevel=3)
+    why = away.started_by_a_rank(topology, environ.get(away.VARIABLE)) if topology.world_size > 1 else ""
+    if why:
+        _slot.away = True
+        _slot.session = Session(topology=topology, group=cast(Group, away.Away(topology, why)))
+        return _slot.session
     if topology.device.type != "cpu":
         import torch
 
@@ -116,7 +125,23 @@ def require(
         from lockstep.topology.watch import Watch  # the guard: a process that is alone does without
 
         _slot.watch = Watch(topology, group, directory, _slot.joined)
+    if topology.world_size > 1:
+        env.publish(away.announce(topology))
     return _slot.session
+
+
+def _leave_to_parent() -> None:
+    """In a child made by fork: the job stays its parent's, whatever the child calls, and however it ends."""
+    session = _slot.session
+    if session is None or _slot.away or session.topology.world_size == 1:
+        return
+    _slot.away = True
+    _slot.watch, watch = None, _slot.watch
+    _slot.farewell.uninstall()
+    away.become(session.group, session.topology, os.getppid(), _slot.stores, watch)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _directory(topology: Topology, group: Group, asked: str | None, project_dir: str | None) -> RunDirectory | None:
@@ -152,6 +177,9 @@ def _check_same(session: Session, cpu: bool | None, init: InitProcessGroupKwargs
 def reset() -> None:
     """Leave the job and forget it, so that the next Accelerator starts anew."""
     session, _slot.session = _slot.session, None
+    if _slot.away:
+        return
+    env.withdraw(away.VARIABLE)
     watch, _slot.watch = _slot.watch, None
     _slot.farewell.look_for_exit(session.directory.path if session is not None and session.directory else None)
     if watch is not None:
