@@ -8,8 +8,10 @@ is tested.
 from __future__ import annotations
 
 import csv
+import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,17 @@ from lockstep.doctor.situation import Situation
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SMI_SECONDS = 15.0
-_FIELDS = {
-    "index": "index",
-    "name": "name",
-    "ecc.errors.uncorrected.volatile.total": "ecc",
-    "clocks_throttle_reasons.active": "throttle",
-    "temperature.gpu": "temperature",
-    "memory.used": "used",
-    "memory.total": "total",
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "index": ("index",),
+    "name": ("name",),
+    "ecc": ("ecc.errors.uncorrected.volatile.total",),
+    "throttle": ("clocks_event_reasons.active", "clocks_throttle_reasons.active"),  # older drivers have the second
+    "temperature": ("temperature.gpu",),
+    "used": ("memory.used",),
+    "total": ("memory.total",),
 }
+"""Our names for what is asked, and nvidia-smi's, the newest first."""
+_NO_FIELD = re.compile(r'Field "([^"]+)" is not a valid field')
 _HARMFUL = {0x8: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
 """Bits of NVML's throttle reasons that mean trouble; the others say idle, or a power limit that was chosen."""
 
@@ -134,9 +138,8 @@ def health(situation: Situation) -> Finding:
     program = shutil.which("nvidia-smi")
     if program is None:
         return Finding(check="GPU health", status="skipped", what="nvidia-smi is not installed")
-    query = [program, f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
+        columns, done = _ask(program)
     except subprocess.TimeoutExpired:
         return Finding(
             check="GPU health",
@@ -154,14 +157,32 @@ def health(situation: Situation) -> Finding:
             why="the driver does not work",
             fix="reinstall the driver, or restart the machine after an upgrade of it",
         )
-    return judge_health(list(parse_smi(done.stdout)))
+    return judge_health(list(parse_smi(done.stdout, columns)))
 
 
-def parse_smi(text: str) -> Iterator[Mapping[str, str]]:
-    """The rows of nvidia-smi's answer, by our names for the columns."""
+def _ask(program: str) -> tuple[list[str], subprocess.CompletedProcess[str]]:
+    """What nvidia-smi answers, and to which of our questions: a field that it does not know is asked for otherwise."""
+    names = {name: list(fields) for name, fields in _FIELDS.items()}
+    deadline = time.monotonic() + _SMI_SECONDS
+    while True:
+        fields = [candidates[0] for candidates in names.values()]
+        query = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+        left = max(0.1, deadline - time.monotonic())
+        done = subprocess.run(query, capture_output=True, text=True, timeout=left, check=False)
+        unknown = _NO_FIELD.search(done.stdout + done.stderr)
+        if done.returncode == 0 or unknown is None or unknown[1] not in fields:
+            return list(names), done
+        name = list(names)[fields.index(unknown[1])]
+        del names[name][0]
+        if not names[name]:
+            del names[name]
+
+
+def parse_smi(text: str, columns: Sequence[str]) -> Iterator[Mapping[str, str]]:
+    """The rows of nvidia-smi's answer, by our names for the columns; what was not asked is empty."""
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
-        if len(row) == len(_FIELDS):
-            yield dict(zip(_FIELDS.values(), (cell.strip() for cell in row), strict=True))
+        if len(row) == len(columns):
+            yield dict.fromkeys(_FIELDS, "") | dict(zip(columns, (cell.strip() for cell in row), strict=True))
 
 
 def judge_health(rows: Sequence[Mapping[str, str]]) -> Finding:

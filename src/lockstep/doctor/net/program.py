@@ -24,12 +24,15 @@ from lockstep.doctor.net.meeting import Meeting, read_all
 from lockstep.doctor.net.results import Contact, Link, Member, Outcome, Point, Report
 from lockstep.doctor.net.schedule import Pair
 from lockstep.doctor.net.wire import Listener
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, TopologyError
 from lockstep.topology.topology import Topology, discover
 
 Say = Callable[[str], None]
 MOST_PAIRS = 2016
 """Pairs that are all measured: those of 64 ranks. Of more ranks, one on each machine stands for the others."""
+
+_SLACK = 20.0
+"""Seconds for what has been told already, or is told once rank 0 has stopped waiting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +127,8 @@ class _Run:
         """Called on: all ranks. All of it; the report on rank 0."""
         if own.local_rank == 0:
             self.meeting.tell("findings", [finding.plain() for finding in own_findings])
-        self.meeting.tell("member", own.plain())
-        heard = self.meeting.hear("member", self.options.patience, said=self.said)
-        members = tell_apart({rank: Member.of(plain) for rank, plain in heard.items()})
-        own = members.get(own.rank, own)
+        members = self._roll(own)
+        own = members[own.rank]
         self.started = time.monotonic()
         hosts = {rank: member.host for rank, member in members.items()}
         count = len(set(hosts.values()))
@@ -147,6 +148,30 @@ class _Run:
         # Rank 0, which may host the store, leaves when it has heard this: nothing is asked of the store afterwards.
         self.meeting.require_open()
         return None
+
+    def _roll(self, own: Member) -> dict[int, Member]:
+        """Called on: all ranks. Those who have come by the time that rank 0 stops waiting: the same on every rank."""
+        self.meeting.tell("member", own.plain())
+        if self.meeting.rank == 0:
+            heard = self.meeting.hear("member", self.options.patience, said=self.said)
+            self.meeting.tell("roll", sorted(heard))
+        else:
+            roll = self.meeting.hear("roll", self.options.patience + _SLACK, of=[0]).get(0)
+            self.meeting.require_open()
+            if roll is None:
+                raise TopologyError(
+                    f"Rank 0, which leads the examination, did not come within {self.options.patience:g} s. Look at "
+                    "its output; --patience S waits longer."
+                )
+            if own.rank not in roll:
+                raise TopologyError(
+                    f"Rank {own.rank} came after the others had stopped waiting for it ({self.options.patience:g} s). "
+                    "Start it earlier, or let them wait longer with --patience S."
+                )
+            self.meeting.lose(set(range(self.meeting.world_size)) - set(roll))
+            heard = self.meeting.hear("member", _SLACK, of=roll)
+        self.meeting.require_open()
+        return tell_apart({rank: Member.of(plain) for rank, plain in heard.items()})
 
     def _with_findings(self, members: Mapping[int, Member]) -> dict[int, Member]:
         """Called on: rank 0. What the checks of each machine have found, told by its first rank before it was met."""

@@ -279,6 +279,25 @@ def test_what_nvidia_smi_says(
     assert said in finding.what
 
 
+@pytest.mark.parametrize("known", ["clocks_throttle_reasons.active", "clocks_event_reasons.active", "none"])
+def test_fields_that_a_driver_does_not_know_are_asked_for_otherwise(
+    known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drivers before 535 have one name for why a GPU is slowed down, and later ones another."""
+    script = f"""
+    for field in clocks_event_reasons.active clocks_throttle_reasons.active; do
+      case "$1" in *$field*)
+        [ $field = {known} ] || {{ echo "Field \\"$field\\" is not a valid field to query."; exit 2; }};;
+      esac
+    done
+    case "$1" in *{known}*) echo "0, A, 0, 0x0000000000000040, 93, 1, 80";; *) echo "0, A, 0, 93, 1, 80";; esac
+    """
+    smi(tmp_path, script, monkeypatch)
+    finding = devices.health(Situation())
+    assert finding.status == ("ok" if known == "none" else "warning"), finding
+    assert finding.data["gpus"][0]["temperature"] == "93"
+
+
 def test_nvidia_smi_that_fails_or_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(tmp_path, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", monkeypatch)
     failed = devices.health(Situation())
