@@ -7,7 +7,7 @@ gets a new one. Several machines keep one, in which the ranks' entries carry the
 from __future__ import annotations
 
 import json
-import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +23,8 @@ PATIENCE = 3.0
 """Seconds to wait for word of the cause, when all that is known here is that ranks have lost each other."""
 FAREWELL = 10.0
 """Seconds that machines wait for each other at the end."""
+SILENCE = 5.0
+"""Seconds of waiting for other machines after which we say so."""
 _LOOK = 0.2
 
 
@@ -62,6 +64,26 @@ class Elsewhere:
     """What happened, in one line."""
     text: str
     """Its traceback."""
+
+
+class _Wait:
+    """A wait that says, once it takes long, for what."""
+
+    def __init__(self, patience: float) -> None:
+        self._started = time.monotonic()
+        self._patience = patience
+        self._told = ""
+
+    def goes_on(self, what: str) -> bool:
+        """Pause for a moment; False when it has taken too long."""
+        taken = time.monotonic() - self._started
+        if taken > self._patience:
+            return False
+        if taken > SILENCE and what != self._told:
+            print(f"notebook_launcher: waiting for {what} …", file=sys.stderr, flush=True)
+            self._told = what
+        time.sleep(_LOOK)
+        return True
 
 
 class Meeting:
@@ -186,27 +208,22 @@ class Meeting:
         from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
         nodes = self.nodes
-        deadline = time.monotonic() + nodes.patience
-        while True:
-            # Torch's own attempt could not be interrupted.
-            try:
-                socket.create_connection((nodes.address, self.port), timeout=2).close()
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise TopologyError(
-                        f"Machine {nodes.rank} of {nodes.number} could not reach machine 0 at {nodes.address}:"
-                        f"{self.port} within {nodes.patience:g} s ({error}). Run the same cell there with node_rank=0, "
-                        "and check that the port is open between the machines."
-                    ) from None
-                time.sleep(_LOOK)
+        wait = _Wait(nodes.patience)
+        # Torch's own attempt could not be interrupted.
+        while reason := machine.knock(nodes.address, self.port, 2.0):
+            if not wait.goes_on(f"machine 0 at {nodes.address}:{self.port} ({reason})"):
+                raise TopologyError(
+                    f"Machine {nodes.rank} of {nodes.number} could not reach machine 0 at {nodes.address}:{self.port} "
+                    f"within {nodes.patience:g} s ({reason}). Run the same cell there with node_rank=0, and check that "
+                    "the port is open between the machines."
+                )
         self.store = TCPStore(
             nodes.address, self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
 
     def _compare(self) -> None:
         """Called on: every machine's launcher. See that all are there, and were told the same."""
-        nodes, deadline = self.nodes, time.monotonic() + self.nodes.patience
+        nodes, wait = self.nodes, _Wait(self.nodes.patience)
         told = json.dumps({"num_nodes": nodes.number, "num_processes": nodes.processes, "rdzv_id": nodes.run_id})
         if self._ask(lambda store: store.add(f"lockstep/launch/node{nodes.rank}/count", 1)) > 1:
             raise ConfigError(
@@ -216,12 +233,11 @@ class Meeting:
         for other in range(nodes.number):
             key = f"lockstep/launch/node{other}"
             while not self._has(key):
-                if time.monotonic() > deadline:
+                if not wait.goes_on(f"machine {other} of {nodes.number}"):
                     raise TopologyError(
                         f"Machine {other} of {nodes.number} has not come within {nodes.patience:g} s. Run the same "
                         f"cell there, with node_rank={other}."
                     )
-                time.sleep(_LOOK)
             theirs = self._get(key)
             if theirs != told:
                 raise ConfigError(

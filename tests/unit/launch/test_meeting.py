@@ -1,0 +1,53 @@
+"""Machines of a notebook's job that wait for each other: one says for whom, and gives up in the end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from lockstep.errors import TopologyError
+from lockstep.launch import meeting
+from lockstep.launch.meeting import Meeting, Nodes
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(meeting, "SILENCE", 0.1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def machine(rank: int, port: int, patience: float) -> Meeting:
+    return Meeting(
+        Nodes(number=2, rank=rank, processes=1, address="127.0.0.1", port=port, fixed_port=True, patience=patience)
+    )
+
+
+def test_a_machine_that_is_early_says_for_whom_it_waits(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = machine(0, port, 20.0), machine(1, port, 20.0)
+    thread = threading.Thread(target=second.begin, args=(0,))
+    thread.start()
+    time.sleep(1.0)
+    first.begin(0)
+    thread.join(20)
+    assert not thread.is_alive()
+    said = capsys.readouterr().err
+    assert said.count("waiting for machine 0") == 1
+    assert f"notebook_launcher: waiting for machine 0 at 127.0.0.1:{port} (connection refused) …" in said
+    second.close(patience=0)
+    first.close(patience=0)
+
+
+def test_a_machine_that_nobody_answers_gives_up(port: int) -> None:
+    with pytest.raises(TopologyError, match=r"could not reach machine 0 .* within 0.5 s \(connection refused\)"):
+        machine(1, port, 0.5).begin(0)
+
+
+def test_machine_0_names_the_one_that_has_not_come(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TopologyError, match=r"Machine 1 of 2 has not come within 0.7 s"):
+        machine(0, port, 0.7).begin(0)
+    assert "notebook_launcher: waiting for machine 1 of 2 …" in capsys.readouterr().err
