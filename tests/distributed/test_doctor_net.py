@@ -91,6 +91,29 @@ def test_doctor_under_a_launcher_looks_at_the_machine_and_between_ranks(tmp_path
     assert report["all_reduce"]["points"] == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
+def test_told_to_end_it_takes_its_ranks_along(number: signal.Signals, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*DOCTOR, "--num_processes", "2", "--cpu"],
+        env=environment(),
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "barrier and all_reduce" in line:
+            break
+    process.send_signal(number)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + number
+    assert f"ended by {number.name}; all processes are gone" in err
+    assert time.monotonic() - began < 15  # a collective that has lost its others would take 20 s to give up
+
+
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     (rank,) = by_hand(2, 1, "--quick", "--patience", "2")
     out, err = rank.communicate(timeout=LIMIT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -107,23 +108,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _start(arguments: argparse.Namespace) -> int:
     """Start ranks on this machine; the exit code is what they found."""
-    import subprocess
     import tempfile
+
+    from lockstep.doctor import started
 
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder:
         verdict = Path(folder) / "verdict"
         # Its own job leaves nothing behind in the folder where it was called.
         environ = {names.VARIABLE: str(Path(folder) / "run"), **env.snapshot()}
-        with subprocess.Popen([*command(arguments), "--verdict", str(verdict)], env=environ) as launcher:
-            try:
-                code = launcher.wait()
-            except KeyboardInterrupt:
-                code = launcher.wait()  # the terminal has sent it to the launcher too, which ends its ranks
+        code = started.launch([*job_words(arguments), "--verdict", str(verdict)], environ)
         return int(verdict.read_text()) if code == 0 and verdict.exists() else code or 1
 
 
-def command(arguments: argparse.Namespace) -> list[str]:
-    """The call that starts ranks on this machine, each of which runs this again."""
+def job_words(arguments: argparse.Namespace) -> list[str]:
+    """What `lockstep launch` is told, to start ranks on this machine each of which runs this again."""
     from lockstep.launch.machine import accelerators
 
     count, cpu = arguments.num_processes, arguments.cpu
@@ -141,8 +139,7 @@ def command(arguments: argparse.Namespace) -> list[str]:
     for name in ("html", "png", "script"):
         if getattr(arguments, name) is not None:
             again += [f"--{name}", str(getattr(arguments, name))]
-    launch = ["launch", "--num_processes", str(count), *(["--cpu"] if cpu else [])]
-    return [sys.executable, "-m", "lockstep", *launch, "-m", "lockstep", *again]
+    return ["--num_processes", str(count), *(["--cpu"] if cpu else []), "-m", "lockstep", *again]
 
 
 def in_rank(
@@ -158,6 +155,9 @@ def in_rank(
     """Called on: all ranks. Examine and, on rank 0, print; ends the process, since what hangs in it cannot be ended."""
     from lockstep.doctor.net import program
 
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # At once: Python's own handler would wait until a collective, which has lost its others by then, gives up.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     progress = _Progress()
     try:
         report, _ = program.examine(options, said=progress.say, alarm=progress.alarm, own_findings=own_findings)

@@ -63,8 +63,8 @@ def test_flags_make_the_situation(alone: None, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_doctor_net_by_itself_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    command = doctor_net.command(parsed("--quick", "--num_processes", "3", "--json", "--html", "a.html"))
-    assert command[:6] == [sys.executable, "-m", "lockstep", "launch", "--num_processes", "3"]
+    command = doctor_net.job_words(parsed("--quick", "--num_processes", "3", "--json", "--html", "a.html"))
+    assert command[:2] == ["--num_processes", "3"]
     again = command[command.index("doctor") :]
     assert again[:2] == ["doctor", "net"]
     assert {"--quick", "--json", "--html", "a.html"} <= set(again)
@@ -75,7 +75,7 @@ def test_doctor_net_alone_takes_two_on_the_cpu_or_all_accelerators(monkeypatch: 
 
     for present, expected in ((0, ["2", "--cpu"]), (1, ["2", "--cpu"]), (8, ["8", "-m"])):
         monkeypatch.setattr(machine, "accelerators", lambda environ, present=present: (present, "cuda"))
-        command = doctor_net.command(parsed())
+        command = doctor_net.job_words(parsed())
         at = command.index("--num_processes")
         assert command[at + 1 : at + 3] == expected
 
@@ -83,7 +83,7 @@ def test_doctor_net_alone_takes_two_on_the_cpu_or_all_accelerators(monkeypatch: 
 def test_doctor_net_refuses_what_makes_no_sense(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for count in ("0", "1"):
         with pytest.raises(ConfigError, match="at least one other"):
-            doctor_net.command(parsed("--num_processes", count))
+            doctor_net.job_words(parsed("--num_processes", count))
     with pytest.raises(SystemExit):
         parsed("--budget", "-3")
     with monkeypatch.context() as launched:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from lockstep.doctor import started
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.nccl.read import Reading, read
 from lockstep.rundir import names, place
@@ -19,7 +16,6 @@ from lockstep.rundir import names, place
 FOLDER = "nccl"
 """NCCL's logs in the run directory."""
 _TALKATIVE = ("INFO", "TRACE")
-_PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +43,9 @@ def run(words: Sequence[str], environ: Mapping[str, str], output: TextIO | None 
             print(directory.note, file=sys.stderr)
         folder.mkdir(mode=0o700, exist_ok=True)
         before = set(folder.iterdir())
-        code = _launch(words, {**environ, **variables(folder, environ), names.VARIABLE: str(directory.path)}, output)
+        code = started.launch(
+            words, {**environ, **variables(folder, environ), names.VARIABLE: str(directory.path)}, output
+        )
     finally:
         place.sign_out(directory)
     written = sorted(file for file in folder.iterdir() if file not in before)
@@ -99,28 +97,3 @@ def _nccl() -> tuple[bool, str]:
     if not torch.cuda.is_available():
         return False, "torch has it, but sees no GPU"
     return True, ""
-
-
-def _launch(words: Sequence[str], environ: Mapping[str, str], output: TextIO | None) -> int:
-    command = [sys.executable, "-m", "lockstep", "launch", *words]
-    child = subprocess.Popen(command, env=dict(environ), stdout=output)
-    with _passing_on(child):
-        while True:
-            # Ctrl-C reaches the launcher too, which ends the job in good order: here it only has to be waited for.
-            with suppress(KeyboardInterrupt):
-                code = child.wait()
-                return code if code >= 0 else 128 - code
-
-
-@contextmanager
-def _passing_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    def pass_on(number: int, frame: object) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(child.pid, number)
-
-    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
