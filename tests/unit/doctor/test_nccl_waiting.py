@@ -56,6 +56,22 @@ def told(folder: Path, *lines: str) -> list[Finding]:
     return [finding for finding in read([str(log)]).findings if finding.check == "nccl waiting"]
 
 
+def test_ranks_that_wait_in_different_ones_are_told_apart_also_without_groups(tmp_path: Path) -> None:
+    """As torch 2.1 prints it: the numbers alone, in no order, and several of a rank."""
+    lines = [timed_out(0, 120, size=None), timed_out(0, 117, size=None), timed_out(1, 117, size=None)]
+    (finding,) = told(tmp_path, *lines, timed_out(7, 88, "BROADCAST", size=None))
+    assert finding.what == (
+        "rank 7 waited in BROADCAST, number 88, until the time-out; ranks 0-1 in ALLREDUCE, number 117"
+    )
+    assert "these logs do not say" in finding.why
+    assert finding.data["elsewhere"] == {"0": 117, "1": 117}
+
+
+def test_of_one_group_who_waits_in_a_later_one_has_the_earlier_one_behind_it(tmp_path: Path) -> None:
+    (finding,) = told(tmp_path, state(0, 9, 9, 8), state(1, 7, 7, 6))
+    assert finding.what == "rank 1 waited in a collective, number 7, until the time-out; rank 0 had finished it"
+
+
 @pytest.mark.parametrize("form", ["new", "middle", "old"])
 @pytest.mark.parametrize("group", [WHOLE, "PG 0 (default_pg)", "PG 0"])
 def test_the_rank_that_never_started_it_is_named(tmp_path: Path, form: str, group: str) -> None:
@@ -65,6 +81,7 @@ def test_the_rank_that_never_started_it_is_named(tmp_path: Path, form: str, grou
     assert finding.data == {
         **{"group": group.removeprefix("PG ID 0 PG GUID ").removeprefix("PG "), "number": 8},
         **{"collectives": ["ALLREDUCE of 10 elements"], "waiting": [0, 1, 3], "absent": [2], "past": [], "silent": []},
+        "elsewhere": {},
     }
     assert finding.what == (
         "ranks 0-1, 3 waited in ALLREDUCE of 10 elements, number 8, until the time-out; rank 2 never started it, and "

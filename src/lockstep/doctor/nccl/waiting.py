@@ -126,8 +126,12 @@ def _is_whole(group: str) -> bool:
 
 def _one(waiting: Waiting, group: str, members: dict[int, Reached], number: int, unknown: list[int]) -> Finding:
     absent = [rank for rank, reached in members.items() if reached.started is not None and reached.started < number]
+    # Who waits in a later one has this one behind it, if both are of one group: of older logs that is not known.
+    later = {rank: reached.at for rank, reached in members.items() if reached.at is not None and reached.at > number}
     past = [rank for rank, reached in members.items() if reached.finished is not None and reached.finished >= number]
-    inside = sorted(set(members) - set(absent) - set(past))
+    past += [rank for rank in later if group and rank not in past]
+    elsewhere = {} if group else later
+    inside = sorted(set(members) - set(absent) - set(past) - set(elsewhere))
     works = {rank: waiting.works[rank, number] for rank in inside if (rank, number) in waiting.works}
     kinds = sorted({_called(work) for work in works.values()})
     name = kinds[0] if len(kinds) == 1 else "a collective"
@@ -144,9 +148,14 @@ def _one(waiting: Waiting, group: str, members: dict[int, Reached], number: int,
         parts.append("; ".join(f"{name_ranks(ranks, _FEW)} called {kind}" for kind, ranks in by_kind.items()))
     elif unknown:
         parts.append(f"{name_ranks(unknown, _FEW)} said nothing of it")
-    why, fix = _advice(kinds, absent, past, inside, unknown)
+    for there in sorted(set(elsewhere.values())):
+        ranks = [rank for rank, at in elsewhere.items() if at == there]
+        theirs = sorted({_called(waiting.works[rank, there]) for rank in ranks if (rank, there) in waiting.works})
+        parts.append(f"{name_ranks(ranks, _FEW)} in {' or '.join(theirs) or 'a collective'}, number {there}")
+    why, fix = _advice(kinds, absent, past, inside, unknown, bool(elsewhere))
     data: dict[str, Any] = {"group": group, "number": number, "collectives": kinds, "waiting": inside}
     data |= {"absent": sorted(absent), "past": sorted(past), "silent": unknown}
+    data |= {"elsewhere": {str(rank): at for rank, at in sorted(elsewhere.items())}}
     return Finding(check="nccl waiting", status="error", what="; ".join(parts), why=why, fix=fix, data=data)
 
 
@@ -155,9 +164,16 @@ def _called(work: Work) -> str:
 
 
 def _advice(
-    kinds: list[str], absent: list[int], past: list[int], inside: list[int], unknown: list[int]
+    kinds: list[str], absent: list[int], past: list[int], inside: list[int], unknown: list[int], elsewhere: bool
 ) -> tuple[str, str]:
     """Why it stood still, and what to do, as far as the numbers show it."""
+    if elsewhere:
+        return (
+            "ranks that wait in different collectives wait for each other for ever, if these are of one group; these "
+            "logs do not say of which they are",
+            f"Look at what {name_ranks(inside, _FEW)} called there, which the others are past, or never call; a newer "
+            "torch also says the group.",
+        )
     if len(kinds) > 1:
         return (
             "ranks that call different collectives, or with different sizes, wait for each other for ever",
