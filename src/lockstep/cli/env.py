@@ -359,7 +359,7 @@ def _host_name() -> Fact:
 
 def _route(environ: Mapping[str, str], config_file: str | None) -> Fact:
     """The interface through which packets to the main address leave."""
-    from lockstep.launch.machine import route_to
+    from lockstep.config.network import route_to
 
     found = _main_address(environ, config_file)
     if found is None:

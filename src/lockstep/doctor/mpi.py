@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lockstep.doctor import interfaces, ssh
+from lockstep.config import interfaces
+from lockstep.config.network import knock
+from lockstep.doctor import ssh
 from lockstep.doctor.finding import Finding, exit_code
 from lockstep.errors import ConfigError
 from lockstep.launch import mpi
-from lockstep.launch.machine import knock
 from lockstep.launch.mpi import Dialect, Host
 
 MPIRUN = 60.0

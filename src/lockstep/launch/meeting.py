@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from lockstep.config import network
 from lockstep.errors import ConfigError, TopologyError
 from lockstep.launch import machine
 
@@ -210,7 +211,7 @@ class Meeting:
         nodes = self.nodes
         wait = _Wait(nodes.patience)
         # Torch's own attempt could not be interrupted.
-        while reason := machine.knock(nodes.address, self.port, 2.0):
+        while reason := network.knock(nodes.address, self.port, 2.0):
             if not wait.goes_on(f"machine 0 at {nodes.address}:{self.port} ({reason})"):
                 raise TopologyError(
                     f"Machine {nodes.rank} of {nodes.number} could not reach machine 0 at {nodes.address}:{self.port} "

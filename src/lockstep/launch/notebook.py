@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lockstep.config import env
+from lockstep.config import env, network
 from lockstep.config.choices import PrecisionType
 from lockstep.errors import ConfigError, RankFailed, UsageError
 from lockstep.launch import machine
@@ -394,7 +394,7 @@ def _place(ask: _Ask, meeting: Meeting, local_rank: int, attempt: int) -> Place:
     if ask.cpu:
         variables[env.VARIABLES["cpu"][0]] = "1"
     if "GLOO_SOCKET_IFNAME" not in env.snapshot():
-        variables["GLOO_SOCKET_IFNAME"] = machine.route_to(nodes.address, meeting.port)[1]
+        variables["GLOO_SOCKET_IFNAME"] = network.route_to(nodes.address, meeting.port)[1]
     return Place(rank=rank, local_rank=local_rank, variables=variables)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import env
+from lockstep.config import env, network
 from lockstep.config.launch import LaunchConfig
 from lockstep.config.resolve import Resolved
 from lockstep.errors import ConfigError
@@ -339,7 +339,7 @@ class _Maker:
             host, port = meeting
             endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             try:
-                address, found = machine.route_to(host, port)
+                address, found = network.route_to(host, port)
             except ConfigError as error:
                 self.problems.append(str(error))
                 return None

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from lockstep.config import env
+from lockstep.config.network import REFUSED, interface_of, knock
 from lockstep.errors import ConfigError, TopologyError
-from lockstep.launch.machine import REFUSED, interface_of, knock
 from lockstep.launch.plan import Plan
 
 _SILENCE = 5.0

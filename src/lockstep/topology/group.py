@@ -37,7 +37,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lockstep.blackbox.box import NoBox
 from lockstep.errors import PeerFailure, TopologyError
-from lockstep.topology import sockets, threads
+from lockstep.topology import arrival, sockets, threads
 from lockstep.topology.cause import Cause, Waker
 from lockstep.topology.store import open_store, port_of
 from lockstep.topology.topology import Topology
@@ -147,7 +147,8 @@ class Group:
         else:
             store = open_store(topology, init_method, group.timeout, {} if stores is None else stores)
             group._store = PrefixStore(f"lockstep/attempt_{topology.attempt}/session_{session}", store)
-            group._join()
+            with arrival.of_the_others(topology, group._root):
+                group._join()
             group._owned = True
             group._hosts_store = topology.rank == 0 and topology.world_size > 1 and not topology.agent_store
         if group.world_size > 1:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.errors import TopologyError
+from lockstep.topology import arrival
 from lockstep.topology.topology import Topology
 
 
@@ -30,7 +33,8 @@ def open_store(topology: Topology, init_method: str | None, timeout: timedelta, 
         return kept[url]
     kept.clear()
     try:
-        store, _, _ = next(dist.rendezvous(url, topology.rank, topology.world_size, timeout=timeout))  # type: ignore[attr-defined]
+        with _told(topology, url):
+            store, _, _ = next(dist.rendezvous(url, topology.rank, topology.world_size, timeout=timeout))  # type: ignore[attr-defined]
         kept[url] = store
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -39,3 +43,11 @@ def open_store(topology: Topology, init_method: str | None, timeout: timedelta, 
             "Check that rank 0 runs there, and that the port is free on its machine and open between machines."
         ) from error
     return store
+
+
+def _told(topology: Topology, url: str) -> AbstractContextManager[None]:
+    """Around opening the store: what is in the way to it, and that it waits for others, is told."""
+    where = urlsplit(url)
+    if where.scheme != "tcp" or where.hostname is None or where.port is None:
+        return nullcontext()
+    return arrival.at_the_store(topology, where.hostname, where.port)

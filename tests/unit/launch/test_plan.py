@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.config import network
 from lockstep.config.launch import resolve_launch
 from lockstep.errors import ConfigError
 from lockstep.launch import machine
@@ -373,10 +374,10 @@ def test_ports() -> None:
 
 
 def test_interfaces() -> None:
-    assert machine.interface_of("127.0.0.1") == "lo"
-    assert machine.interface_of("127.9.9.9") == "lo"
-    assert machine.interface_of("192.0.2.77") is None
-    assert machine.route_to("127.0.0.1", 0) == ("127.0.0.1", "lo")
+    assert network.interface_of("127.0.0.1") == "lo"
+    assert network.interface_of("127.9.9.9") == "lo"
+    assert network.interface_of("192.0.2.77") is None
+    assert network.route_to("127.0.0.1", 0) == ("127.0.0.1", "lo")
 
 
 # --- printing ----------------------------------------------------------------------------------------------------

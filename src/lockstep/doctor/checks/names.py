@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from lockstep.doctor import interfaces
+from lockstep.config import interfaces
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.situation import Situation
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lockstep.doctor import interfaces
+from lockstep.config import interfaces
+from lockstep.config.interfaces import Choice, Interface
+from lockstep.config.network import route_to
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.interfaces import Choice, Interface
 from lockstep.doctor.situation import Situation
 from lockstep.errors import ConfigError
-from lockstep.launch.machine import route_to
 
 
 def chosen(situation: Situation) -> Iterator[Finding]:

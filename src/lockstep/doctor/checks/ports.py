@@ -7,10 +7,11 @@ import threading
 from contextlib import closing, suppress
 from typing import Any
 
-from lockstep.doctor import interfaces
+from lockstep.config import interfaces
+from lockstep.config.network import REFUSED, knock
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.situation import Situation
-from lockstep.launch.machine import REFUSED, is_free, knock, next_free
+from lockstep.launch.machine import is_free, next_free
 
 _CONNECT = 3.0
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.config import limits
-from lockstep.doctor import interfaces
+from lockstep.config import interfaces, limits
+from lockstep.config.network import route_to
 from lockstep.doctor.checks import cpu
 from lockstep.doctor.net.results import Member
 from lockstep.doctor.net.wire import Listener
-from lockstep.launch.machine import route_to
 from lockstep.topology.topology import Topology
 
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.config import limits
-from lockstep.doctor import interfaces
+from lockstep.config import interfaces, limits
+from lockstep.config.interfaces import Interface
 from lockstep.doctor.checks import cpu, devices, disk, kernel, memory, names, network, ports, ulimits
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.interfaces import Interface
 from lockstep.doctor.situation import Situation
 
 LO = Interface(name="lo", up=True, addresses=("127.0.0.1",))

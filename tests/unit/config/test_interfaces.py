@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.doctor import interfaces
-from lockstep.doctor.interfaces import Interface
+from lockstep.config import interfaces
+from lockstep.config.interfaces import Interface
 
 LO = Interface(name="lo", up=True, addresses=("127.0.0.1", "::1"))
 ETH = Interface(name="eth0", up=True, addresses=("192.0.2.7", "2001:db8::7"), speed=1000)

@@ -7,8 +7,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import psutil
-
 _SOFTWARE = ("docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "tunl", "podman", "vmnet", "tap")
 """How the names of interfaces begin that lead to containers on this machine, not to other machines."""
 
@@ -49,6 +47,8 @@ def is_loopback(address: str) -> bool:
 
 def read() -> list[Interface]:
     """What this machine has, in the system's order."""
+    import psutil
+
     stats = psutil.net_if_stats()
     found = []
     for name, entries in psutil.net_if_addrs().items():

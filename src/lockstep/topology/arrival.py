@@ -1,0 +1,175 @@
+"""While a rank waits to join its job: what is in the way, in words, before torch gives up, which takes half an hour.
+
+Torch says nothing while it waits: for the store when a firewall drops what is sent there, for the other ranks when some
+have not come, and for gloo's or NCCL's connections when only the ports that people know of are open. A thread looks
+after a while, on the first rank of each machine, and tells what it finds; nothing is sent while all goes well.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from lockstep.config import env, interfaces, network
+from lockstep.rundir.ranks import name_ranks
+from lockstep.topology.topology import Topology
+
+AFTER = 6.0
+"""Seconds after which somebody looks."""
+ONE_TRY = 3.0
+"""Seconds for one connection."""
+_FEW = 8
+_PAUSE = 0.5
+
+
+@contextmanager
+def at_the_store(topology: Topology, address: str, port: int) -> Iterator[None]:
+    """Called on: all ranks. Around opening the store: say what is in the way to it."""
+    if topology.world_size == 1 or topology.local_rank != 0:
+        yield
+        return
+    with _looking(lambda over: _look_for_store(topology, address, port, over)):
+        yield
+
+
+@contextmanager
+def of_the_others(topology: Topology, store: Store) -> Iterator[None]:
+    """Called on: all ranks. Around making the process group: say which ranks have not come, and who cannot connect."""
+    if topology.world_size > 1:
+        store.set(f"arrived/{topology.rank}", "")
+    if topology.world_size == 1 or topology.local_rank != 0:
+        yield
+        return
+    with _looking(lambda over: _look_for_others(topology, store, over)):
+        yield
+
+
+@contextmanager
+def _looking(look: Callable[[threading.Event], None]) -> Iterator[None]:
+    over = threading.Event()
+
+    def run() -> None:
+        if not over.wait(AFTER):
+            with suppress(Exception):  # a look that fails must not be what ends the job
+                look(over)
+
+    thread = threading.Thread(target=run, name="lockstep-arrival", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(2 * ONE_TRY)
+
+
+def _say(text: str) -> None:
+    print(f"lockstep: {text}", file=sys.stderr, flush=True)
+
+
+# --- the store -------------------------------------------------------------------------------------------------------
+
+
+def _look_for_store(topology: Topology, address: str, port: int, over: threading.Event) -> None:
+    stall, started = _stall(), time.monotonic() - AFTER
+    told = waiting_told = False
+    while not over.wait(_PAUSE):
+        reason = network.knock(address, port, ONE_TRY)
+        late = time.monotonic() - started >= stall
+        if over.is_set():
+            return
+        if reason and not told and (reason != network.REFUSED or late):
+            told = True
+            _say(
+                f"rank {topology.rank} on {socket.gethostname()} cannot reach the store at {address} port {port}: "
+                f"{reason}. All ranks meet there. See that rank 0 runs on that machine, and that the port is open "
+                f"between them (try: nc -vz {address} {port}); `lockstep doctor net` tries every pair. Still trying."
+            )
+        # Torch's store lets nobody go on before all have come to it, and does not say who has.
+        if not reason and late and topology.rank == 0 and not waiting_told:
+            waiting_told = True
+            _say(
+                f"rank 0 waits for the other ranks of {topology.world_size} at {address} port {port}: not all came "
+                f"within {time.monotonic() - started:.0f} s. They are still starting, busy before the first "
+                "Accelerator() or PartialState(), cannot reach this machine, or have ended; their own output says."
+            )
+
+
+def _stall() -> float:
+    from lockstep.guard.watcher import read_stall  # the guard is not loaded before it is needed
+
+    return read_stall(env.snapshot())
+
+
+# --- the others ------------------------------------------------------------------------------------------------------
+
+
+def _look_for_others(topology: Topology, store: Any, over: threading.Event) -> None:
+    side = store.clone()  # a connection of its own: the other one is in use, and locked
+    started, stall = time.monotonic() - AFTER, _stall()
+    tried: set[int] = set()
+    told: list[int] = []
+    with _listening(topology) as own:
+        side.set(f"reach/{topology.node_rank}", json.dumps(own))
+        while not over.wait(_PAUSE):
+            for node in range(topology.num_nodes):
+                if node != topology.node_rank and node not in tried and side.check([f"reach/{node}"]):
+                    tried.add(node)
+                    _try(own, json.loads(side.get(f"reach/{node}")), over)
+            absent = [rank for rank in range(topology.world_size) if not side.check([f"arrived/{rank}"])]
+            if topology.rank == 0 and absent and absent != told and time.monotonic() - started >= stall:
+                told = absent
+                _say(
+                    f"{name_ranks(absent, _FEW)} of {topology.world_size} {'has' if len(absent) == 1 else 'have'} not "
+                    f"joined yet, after {time.monotonic() - started:.0f} s: still starting, busy before the first "
+                    "Accelerator() or PartialState(), or ended. The others wait."
+                )
+
+
+@contextmanager
+def _listening(topology: Topology) -> Iterator[dict[str, Any]]:
+    """A port for the others to try, at the address that gloo or NCCL will use, and what is to be known of it."""
+    present = interfaces.read()
+    choose = interfaces.for_nccl if "nccl" in (topology.backend or "") else interfaces.for_gloo
+    choice = choose(env.snapshot(), present)
+    address = choice.address or ""
+    with closing(socket.create_server((address, 0), family=_family(address), backlog=128)) as server:
+        yield {
+            "rank": topology.rank,
+            "host": socket.gethostname(),
+            "address": address,
+            "interface": choice.interface,
+            "port": server.getsockname()[1],
+        }
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _try(own: Mapping[str, Any], peer: Mapping[str, Any], over: threading.Event) -> None:
+    if interfaces.is_loopback(peer["address"]):
+        reason = "this address means the machine itself"
+        fix = (
+            f"On {peer['host']}: export GLOO_SOCKET_IFNAME=INTERFACE NCCL_SOCKET_IFNAME=INTERFACE, or correct its name "
+        )
+        fix += "in /etc/hosts."
+    else:
+        reason = network.knock(peer["address"], peer["port"], ONE_TRY)
+        fix = "Open all TCP ports between the machines: ranks listen at ports that the system picks."
+    if reason and not over.is_set():
+        _say(
+            f"{_named(own)} cannot connect to {_named(peer)}: {reason}. So the ranks cannot join. {fix} "
+            "`lockstep doctor net` tries every pair."
+        )
+
+
+def _named(end: Mapping[str, Any]) -> str:
+    return f"rank {end['rank']} on {end['host']} ({end['interface']} {end['address']})"
