@@ -12,8 +12,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
@@ -26,6 +27,8 @@ AFTER = 6.0
 """Seconds after which somebody looks."""
 ONE_TRY = 3.0
 """Seconds for one connection."""
+_ITSELF = "this address means the machine itself"
+_AT_ONCE = 64
 _FEW = 8
 _PAUSE = 0.5
 
@@ -113,24 +116,31 @@ def _stall() -> float:
 
 def _look_for_others(topology: Topology, store: Any, over: threading.Event) -> None:
     side = store.clone()  # a connection of its own: the other one is in use, and locked
-    started, stall = time.monotonic() - AFTER, _stall()
-    tried: set[int] = set()
-    told: list[int] = []
-    with _listening(topology) as own:
+    started, next_word = time.monotonic() - AFTER, _stall()
+    listening: AbstractContextManager[dict[str, Any]] = nullcontext({})
+    if topology.num_nodes > 1:
+        listening = _listening(topology)
+    with listening as own:
         side.set(f"reach/{topology.node_rank}", json.dumps(own))
+        untried = set(range(topology.num_nodes)) - {topology.node_rank}
         while not over.wait(_PAUSE):
-            for node in range(topology.num_nodes):
-                if node != topology.node_rank and node not in tried and side.check([f"reach/{node}"]):
-                    tried.add(node)
-                    _try(own, json.loads(side.get(f"reach/{node}")), over)
-            absent = [rank for rank in range(topology.world_size) if not side.check([f"arrived/{rank}"])]
-            if topology.rank == 0 and absent and absent != told and time.monotonic() - started >= stall:
-                told = absent
-                _say(
-                    f"{name_ranks(absent, _FEW)} of {topology.world_size} {'has' if len(absent) == 1 else 'have'} not "
-                    f"joined yet, after {time.monotonic() - started:.0f} s: still starting, busy before the first "
-                    "Accelerator() or PartialState(), or ended. The others wait."
-                )
+            ready = [node for node in sorted(untried) if side.check([f"reach/{node}"])]
+            untried -= set(ready)
+            _try(own, [json.loads(side.get(f"reach/{node}")) for node in ready], over)
+            waited = time.monotonic() - started
+            if topology.rank == 0 and waited >= next_word:
+                next_word = 2 * waited
+                _tell_absent(topology, side, waited)
+
+
+def _tell_absent(topology: Topology, side: Any, waited: float) -> None:
+    absent = [rank for rank in range(topology.world_size) if not side.check([f"arrived/{rank}"])]
+    if absent:
+        _say(
+            f"{name_ranks(absent, _FEW)} of {topology.world_size} {'has' if len(absent) == 1 else 'have'} not joined "
+            f"yet, after {waited:.0f} s: still starting, busy before the first Accelerator() or PartialState(), or "
+            "ended. The others wait."
+        )
 
 
 @contextmanager
@@ -154,21 +164,30 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _try(own: Mapping[str, Any], peer: Mapping[str, Any], over: threading.Event) -> None:
-    if interfaces.is_loopback(peer["address"]):
-        reason = "this address means the machine itself"
-        fix = (
-            f"On {peer['host']}: export GLOO_SOCKET_IFNAME=INTERFACE NCCL_SOCKET_IFNAME=INTERFACE, or correct its name "
-        )
-        fix += "in /etc/hosts."
-    else:
-        reason = network.knock(peer["address"], peer["port"], ONE_TRY)
+def _try(own: Mapping[str, Any], peers: Sequence[Mapping[str, Any]], over: threading.Event) -> None:
+    """Try the first ranks of other machines, all at once, and tell of those that cannot be reached."""
+    if not peers:
+        return
+    with ThreadPoolExecutor(min(len(peers), _AT_ONCE), "lockstep-arrival") as pool:
+        reasons = list(pool.map(lambda peer: _reach(own, peer), peers))
+    failed = [(peer, reason) for peer, reason in zip(peers, reasons, strict=True) if reason]
+    if failed and not over.is_set():
+        peer, reason = failed[0]
         fix = "Open all TCP ports between the machines: ranks listen at ports that the system picks."
-    if reason and not over.is_set():
+        if reason == _ITSELF:
+            fix = f"On {peer['host']}: export GLOO_SOCKET_IFNAME=INTERFACE NCCL_SOCKET_IFNAME=INTERFACE."
+        more = f" (and to {len(failed) - 1} more machines)" if len(failed) > 1 else ""
         _say(
-            f"{_named(own)} cannot connect to {_named(peer)}: {reason}. So the ranks cannot join. {fix} "
+            f"{_named(own)} cannot connect to {_named(peer)}{more}: {reason}. So the ranks cannot join. {fix} "
             "`lockstep doctor net` tries every pair."
         )
+
+
+def _reach(own: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
+    """Why there is no way to a peer; empty when there is one."""
+    if interfaces.is_loopback(peer["address"]) and peer["host"] != own["host"]:
+        return _ITSELF
+    return network.knock(peer["address"], peer["port"], ONE_TRY)
 
 
 def _named(end: Mapping[str, Any]) -> str:
