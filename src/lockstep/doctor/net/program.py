@@ -138,8 +138,8 @@ class _Run:
         tried, contacts, lines = self._connect(own, members, peers)
         broken = {(contact.source, contact.target) for contact in contacts}
         dialled = {pair: links.dialler(pair, tried, broken) for pair in pairs}
-        found = self._measure(hosts, {pair: rank for pair, rank in dialled.items() if rank is not None}, lines)
-        broken |= self._broken_lines(members, found)
+        found = self._measure(members, {pair: rank for pair, rank in dialled.items() if rank is not None}, lines)
+        broken |= self._broken_lines(found)
         outcome, group, device_links = self._collective(hosts, {(min(pair), max(pair)) for pair in broken})
         last = {"outcome": outcome.plain(), "links": [link.plain() for link in (*found, *device_links)]}
         self.meeting.tell("last words", last)
@@ -216,10 +216,10 @@ class _Run:
         return named | {frozenset(finding.data["hosts"]) for finding in new}
 
     def _measure(
-        self, hosts: Mapping[int, str], dialled: Mapping[Pair, int], lines: dict[int, socket.socket]
+        self, members: Mapping[int, Member], dialled: Mapping[Pair, int], lines: dict[int, socket.socket]
     ) -> list[Link]:
-        """The pairs that can talk, round by round, each by the rank that has the line."""
-        order = schedule.rounds(hosts, dialled)
+        """The pairs that can talk, round by round, each by the rank with the line; one that breaks is told at once."""
+        order = schedule.rounds({rank: member.host for rank, member in members.items()}, dialled)
         # Half of the budget for the pairs, two directions each, and growing into the target takes as long again.
         target = min(self.options.target, self.options.budget / 2 / max(1, len(order)) / 4)
         found = []
@@ -229,29 +229,24 @@ class _Run:
                 if dialled[pair] != self.meeting.rank:
                     continue
                 peer = pair[0] if pair[1] == self.meeting.rank else pair[1]
-                found.append(
-                    links.measure(
-                        lines.pop(peer),
-                        own=self.meeting.rank,
-                        peer=peer,
-                        pings=self.options.pings,
-                        target=target,
-                    )
+                link = links.measure(
+                    lines.pop(peer), own=self.meeting.rank, peer=peer, pings=self.options.pings, target=target
                 )
+                found.append(link)
+                if link.error and self.alarm is not None:
+                    both = Report(members=[members[rank] for rank in pair], links=[link])
+                    self.alarm(list(quality.broken(both)))
             self.said(f"pairs: round {number + 1} of {len(order)}")
         for line in lines.values():
             line.close()
         return found
 
-    def _broken_lines(self, members: Mapping[int, Member], found: Sequence[Link]) -> set[Pair]:
+    def _broken_lines(self, found: Sequence[Link]) -> set[Pair]:
         """Called on: all ranks. Lines that broke while they were measured: on rank 0 all, on the others their own."""
-        own = [link for link in found if link.error]
-        if own and self.alarm is not None:
-            seen = Report(members=[members[rank] for rank in sorted(members)], links=own)
-            self.alarm(list(quality.broken(seen)))
-        self.meeting.tell("broken lines", [[link.a, link.b] for link in own])
+        own = [(link.a, link.b) for link in found if link.error]
+        self.meeting.tell("broken lines", own)
         if self.meeting.rank != 0:
-            return {(link.a, link.b) for link in own}
+            return set(own)
         heard = self.meeting.hear("broken lines", 4 * links.SILENCE, said=self.said)
         return {(a, b) for told in heard.values() for a, b in told}
 
