@@ -43,7 +43,7 @@ def examine(
     if dialect is not None:
         findings.append(_syntax(hostfile, hosts, dialect))
     away = [host for host in hosts if not is_here(host.name)]
-    said(f"{len(hosts)} hosts, {len(away)} of them by {client}")
+    said(f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}, {len(away)} of them by {client}")
     mpirun = mpi.find_mpirun(environ)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = pool.map(lambda host: _host(client, host, mpirun, own_version), hosts)

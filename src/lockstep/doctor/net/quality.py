@@ -115,7 +115,7 @@ def broken(report: Report) -> Iterator[Finding]:
         found,
         check="broken line",
         status="error",
-        why="a job meets and starts over such a line, and hangs when it first sends something large",
+        why="ranks meet and start over such a line, and hang when something large is sent, or fail when it is gone",
         fix=fix,
     )
 
