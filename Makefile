@@ -15,21 +15,23 @@ export OMP_NUM_THREADS ?= 1
 export RES_OPTIONS ?= timeout:1 attempts:1
 # Some virtual machines announce matrix instructions that they do not run; torch in bf16 then dies of one.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+# More than there are cores: a test of several processes mostly waits.
+TEST_WORKERS ?= 4
 RANKS2 := $(PY) -m torch.distributed.run --standalone --nproc-per-node 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types soak bench clean
+.PHONY: help demo test lint types soak soak-long bench clean
 
 help:   ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.installed   ## train a small digit classifier on 2 processes
 	$(VENV)/bin/lockstep launch --cpu --num_processes 2 examples/digits.py
 
 test: $(VENV)/.installed   ## run the whole test suite
 	@bash scripts/apt.sh
-	$(PY) -m pytest -n 2 --dist loadgroup
+	$(PY) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 
 lint: $(VENV)/.installed   ## ruff (rules and format) and the import contracts
 	$(PY) -m ruff check .
@@ -41,7 +43,11 @@ types: $(VENV)/.installed   ## mypy, strict
 
 soak: $(VENV)/.installed-bench   ## the long test matrices; keeps their output in docs/soak.md
 	@bash scripts/apt.sh
-	$(PY) scripts/soak.py
+	$(PY) scripts/soak.py soak
+
+soak-long: $(VENV)/.installed-bench   ## large counts: hundreds of kills; keeps their output in docs/soak-long.md
+	@bash scripts/apt.sh
+	$(PY) scripts/soak.py soak-long
 
 bench: $(VENV)/.installed-bench   ## time training steps and loaders next to raw torch and others, 1 and 2 processes
 	$(PY) benchmarks/loop.py

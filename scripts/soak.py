@@ -1,4 +1,4 @@
-"""Run the tests marked `soak` and keep their last output, with the command and the result, in docs/soak.md.
+"""Run the tests of one tier, `soak` or `soak-long`, and keep their last output and the result in docs/.
 
 The page is written for a reader on another machine: no absolute paths, and enough about this one (cores, versions)
 to judge the timings.
@@ -6,6 +6,7 @@ to judge the timings.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import platform
@@ -18,17 +19,18 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "soak.md"
-ARGUMENTS = ["-m", "soak", "-v", "--durations=20"]
+TIERS = {"soak": "soak and not soak_long", "soak-long": "soak_long"}
+"""Name of the make target and of the page -> which tests."""
+ARGUMENTS = ["-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder", "-v", "--durations=20"]
 KEPT_LINES = 500
 NOTHING_SELECTED = 5  # pytest's exit code when no test matches
 
 
-def run() -> tuple[int, list[str], float]:
+def run(tier: str) -> tuple[int, list[str], float]:
     """Run pytest; show its output as it comes, and return its exit code, its lines, and the seconds it took."""
     started = time.monotonic()
     child = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *ARGUMENTS],
+        [sys.executable, "-m", "pytest", "-m", TIERS[tier], *ARGUMENTS],
         cwd=ROOT,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
@@ -58,15 +60,15 @@ def without_paths(line: str) -> str:
     return re.sub(r"pytest-of-[^/\s]+", "pytest", line)  # the folder is named after the user
 
 
-def page(code: int, lines: list[str], seconds: float) -> str:
+def page(tier: str, code: int, lines: list[str], seconds: float) -> str:
     """The page, as Markdown."""
     left_out = max(0, len(lines) - KEPT_LINES)
     note = f"The first {left_out} lines are left out.\n\n" if left_out else ""
     result = "passed" if code == 0 else f"FAILED (pytest exit code {code})"
     output = "\n".join(lines[left_out:]).replace("```", "'''")
     return (
-        "# The last soak run\n\n"
-        f"- Command: `make soak` (`pytest {' '.join(ARGUMENTS)}`)\n"
+        f"# The last run of `make {tier}`\n\n"
+        f'- Command: `pytest -m "{TIERS[tier]}" {" ".join(ARGUMENTS)}`\n'
         f"- Result: **{result}** after {datetime.timedelta(seconds=round(seconds))}\n"
         f"- Date: {datetime.date.today().isoformat()}\n"
         f"- On: {os.cpu_count()} cores, {platform.system()} {platform.machine()}, "
@@ -77,12 +79,16 @@ def page(code: int, lines: list[str], seconds: float) -> str:
 
 def main() -> int:
     """Run, write the page, and pass pytest's exit code on."""
-    code, lines, seconds = run()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tier", choices=TIERS)
+    tier = parser.parse_args().tier
+    target = ROOT / "docs" / f"{tier}.md"
+    code, lines, seconds = run(tier)
     if code == NOTHING_SELECTED:
-        print("No test is marked `soak`: nothing was run, docs/soak.md is left as it is.", file=sys.stderr)
+        print(f"No test is selected by {TIERS[tier]!r}: {target.name} is left as it is.", file=sys.stderr)
     else:
-        PAGE.write_text(page(code, lines, seconds), encoding="utf-8")
-        print(f"Kept in {PAGE.relative_to(ROOT)}.")
+        target.write_text(page(tier, code, lines, seconds), encoding="utf-8")
+        print(f"Kept in {target.relative_to(ROOT)}.")
     return code
 
 

@@ -1,4 +1,4 @@
-"""What a test may not leave behind: threads, environment variables, a process group, files, another directory.
+"""What a test may not leave behind: threads, open descriptors, variables, a process group, files, another directory.
 
 A `Snapshot` is taken before the test; `left_behind()` compares after it, says what is new, and puts back what can
 be put back, so that one careless test does not fail the next one.
@@ -11,7 +11,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 # Long enough for a thread that has been told to stop to be seen stopping.
@@ -21,6 +24,10 @@ GRACE_SECONDS = 2.0
 # that keep one helper thread for the life of the process and offer no way to end it.
 KEPT_THREADS = ("lockstep-pool", "InductorSubproc")
 KEPT_THREAD_CLASSES = ("tqdm._monitor.TMonitor",)
+
+# Opened once for the life of the process: by the interpreter, and by matplotlib, for its fonts.
+KEPT_DESCRIPTORS = ("/dev/urandom",)
+KEPT_FILE_TYPES = (".ttf",)
 
 # Set by pytest for each phase, by scikit-learn and torch's compiler when first used.
 KEPT_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_")
@@ -36,6 +43,7 @@ class Snapshot:
     """The state of this process at one moment, in the parts a test could leave changed."""
 
     threads: frozenset[threading.Thread]
+    descriptors: dict[int, str]
     variables: dict[str, str]
     has_group: bool
     cwd: str
@@ -47,6 +55,7 @@ class Snapshot:
         cwd = os.getcwd()
         return cls(
             threads=frozenset(threading.enumerate()),
+            descriptors=descriptors(),
             variables=_variables(),
             has_group=_has_group(),
             cwd=cwd,
@@ -55,7 +64,9 @@ class Snapshot:
 
     def left_behind(self, grace: float = GRACE_SECONDS) -> list[str]:
         """Say what is there now that was not there then, one line each, and undo what can be undone."""
-        return [*self._directory(), *self._variables(), *self._group(), *self._files(), *self._threads(grace)]
+        # Descriptors last: what a thread holds goes with it.
+        found = [*self._directory(), *self._variables(), *self._group(), *self._files()]
+        return [*found, *_once_settled(self._new_threads, grace), *_once_settled(self._new_descriptors, grace)]
 
     def _directory(self) -> list[str]:
         try:
@@ -95,21 +106,27 @@ class Snapshot:
             for name in sorted(_listing(folder) - before)
         ]
 
-    def _threads(self, grace: float) -> list[str]:
-        deadline = time.monotonic() + grace
-        collected = False
-        while new := self._new_threads():
-            if time.monotonic() >= deadline:
-                return [f"thread {t.name!r}{' (daemon)' if t.daemon else ''}" for t in new]
-            if not collected:
-                # An owner that sits in a reference cycle ends its threads when it is collected.
-                gc.collect()
-                collected = True
-            time.sleep(0.02)
-        return []
+    def _new_threads(self) -> list[str]:
+        new = [t for t in threading.enumerate() if t not in self.threads and not _is_kept(t)]
+        return [f"thread {t.name!r}{' (daemon)' if t.daemon else ''}" for t in new]
 
-    def _new_threads(self) -> list[threading.Thread]:
-        return [t for t in threading.enumerate() if t not in self.threads and not _is_kept(t)]
+    def _new_descriptors(self) -> list[str]:
+        new = {fd: target for fd, target in descriptors().items() if self.descriptors.get(fd) != target}
+        kept = _descriptors_of_pools() if new else set()
+        return [f"descriptor {fd}: {target}" for fd, target in new.items() if fd not in kept]
+
+
+def _once_settled(look: Callable[[], list[str]], grace: float) -> list[str]:
+    """What is still seen after a while: something that ends by itself, or is collected, is not left behind."""
+    deadline = time.monotonic() + grace
+    collected = False
+    while (found := look()) and time.monotonic() < deadline:
+        if not collected:
+            # An owner that sits in a reference cycle lets go when it is collected.
+            gc.collect()
+            collected = True
+        time.sleep(0.02)
+    return found
 
 
 def _is_kept(thread: threading.Thread) -> bool:
@@ -120,6 +137,28 @@ def _is_kept(thread: threading.Thread) -> bool:
         # A thread of native code that once called into Python: Python can neither see it end nor join it.
         or isinstance(thread, threading._DummyThread)
     )
+
+
+def descriptors() -> dict[int, str]:
+    """Number -> what it leads to, of those that are open. Pipes and sockets have a number in their names."""
+    found = {}
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError):  # the one that the list was read from
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if not target.startswith(KEPT_DESCRIPTORS) and not target.endswith(KEPT_FILE_TYPES):
+                found[int(name)] = target
+    return found
+
+
+def _descriptors_of_pools() -> set[int]:
+    """Those of ranks that other tests will use, and of the servers that Python forks them from."""
+    servers = (forkserver._forkserver._forkserver_alive_fd, resource_tracker._resource_tracker._fd)
+    found = {fd for fd in servers if fd is not None}
+    ranks = sys.modules.get("lockstep.testing.ranks")
+    for pool in ranks._POOLS.every if ranks is not None else ():
+        for member in pool._members:
+            found |= {member.pipe.fileno(), member._lifeline.fileno(), *member.process._popen.finalizer._args}
+    return found
 
 
 def _variables() -> dict[str, str]:

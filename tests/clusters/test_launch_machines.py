@@ -84,9 +84,11 @@ def test_a_killed_rank_is_recovered_from_on_both_machines(two_machines: Machines
     restarts(two_machines, script, tmp_path / "marks", 2, 29613, LIMIT)
 
 
-@pytest.mark.soak
-def test_twenty_kills_of_twenty_are_recovered_from(two_machines: Machines, script: Path, tmp_path: Path) -> None:
-    restarts(two_machines, script, tmp_path / "marks", 20, 29617, 600.0)
+@pytest.mark.parametrize(
+    "kills", [pytest.param(10, marks=pytest.mark.soak), pytest.param(50, marks=pytest.mark.soak_long)]
+)
+def test_every_kill_is_recovered_from(two_machines: Machines, script: Path, tmp_path: Path, kills: int) -> None:
+    restarts(two_machines, script, tmp_path / "marks", kills, 29617, 60.0 + 30.0 * kills)
 
 
 def test_two_machines_with_one_number_are_told(two_machines: Machines, script: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import atexit
 import os
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,10 @@ from lockstep import Accelerator, DataLoaderConfiguration, PartialState, Project
 from lockstep.checkpoint import find, safe
 from lockstep.checkpoint.disk import Disk
 from lockstep.errors import CheckpointError
-from lockstep.testing import Ranks
+from lockstep.testing import Ranks, run_ranks
 from tests.unit.checkpoint.runs import Run
 
 SAMPLES = 24
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    made = {size: Ranks(size) for size in (1, 2, 4)}
-    yield made
-    for pool in made.values():
-        pool.close()
 
 
 # ---------------------------------------------------------------- the same number of ranks
@@ -53,8 +44,8 @@ def interrupted(folder: str, stops: list[int]) -> Any:
     return results
 
 
-def test_two_ranks_go_on_to_the_bit(pools: dict[int, Ranks], tmp_path: Path) -> None:
-    ranks = pools[2].run(interrupted, str(tmp_path / "state"), [1, 2, 4, 6, 7, 11])
+def test_two_ranks_go_on_to_the_bit(tmp_path: Path) -> None:
+    ranks = run_ranks(interrupted, 2, str(tmp_path / "state"), [1, 2, 4, 6, 7, 11])
     for rank, (alone, *resumed) in enumerate(ranks):
         for result in resumed:
             # Of registered objects, and of a model's buffers, it is rank 0's state that counts.
@@ -88,12 +79,10 @@ def part(folder: str, batches: int | None, options: dict[str, Any]) -> list[int]
 
 
 @pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}], ids=["each reads", "dispatched"])
-def test_one_two_four_one_ranks_see_every_sample_once(
-    pools: dict[int, Ranks], tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_one_two_four_one_ranks_see_every_sample_once(tmp_path: Path, options: dict[str, Any]) -> None:
     seen: list[int] = []
     for size, batches in ((1, 5), (2, 4), (4, 2), (1, None)):
-        seen += [sample for mine in pools[size].run(part, str(tmp_path / "state"), batches, options) for sample in mine]
+        seen += [sample for mine in run_ranks(part, size, str(tmp_path / "state"), batches, options) for sample in mine]
     assert sorted(seen) == list(range(48))
 
 
@@ -131,12 +120,10 @@ def expected_weights() -> list[float]:
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["means", "items"])
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (2, 4), (4, 1), (1, 2)])
-def test_the_gradients_of_an_open_window_count_in_full(
-    pools: dict[int, Ranks], tmp_path: Path, before: int, after: int, weighted: bool
-) -> None:
+def test_the_gradients_of_an_open_window_count_in_full(tmp_path: Path, before: int, after: int, weighted: bool) -> None:
     folder = str(tmp_path / "state")
-    pools[before].run(window, folder, True, weighted, 2)
-    for found in pools[after].run(window, folder, False, weighted, 2):
+    run_ranks(window, before, folder, True, weighted, 2)
+    for found in run_ranks(window, after, folder, False, weighted, 2):
         assert found == pytest.approx(expected_weights(), rel=1e-5)
 
 
@@ -152,16 +139,14 @@ def draws(folder: str, save: bool) -> list[float]:
     return [torch.rand(()).item(), random.random(), float(np.random.rand()), float(np.random.randn())]
 
 
-def test_every_rank_has_its_own_generators_and_new_ranks_have_defined_ones(
-    pools: dict[int, Ranks], tmp_path: Path
-) -> None:
+def test_every_rank_has_its_own_generators_and_new_ranks_have_defined_ones(tmp_path: Path) -> None:
     folder = str(tmp_path / "state")
-    saved = pools[2].run(draws, folder, True)
-    assert pools[2].run(draws, folder, False) == saved
-    assert pools[1].run(draws, folder, False) == saved[:1]
-    four = pools[4].run(draws, folder, False)
+    saved = run_ranks(draws, 2, folder, True)
+    assert run_ranks(draws, 2, folder, False) == saved
+    assert run_ranks(draws, 1, folder, False) == saved[:1]
+    four = run_ranks(draws, 4, folder, False)
     assert four[:2] == saved
-    assert four == pools[4].run(draws, folder, False)
+    assert four == run_ranks(draws, 4, folder, False)
     assert len({row[0] for row in four}) == 4
 
 
@@ -194,10 +179,8 @@ def failing(folder: str, who: int, blocking: bool) -> Any:
 
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "background"])
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_cannot_write_is_named_on_all(
-    pools: dict[int, Ranks], tmp_path: Path, who: int, blocking: bool
-) -> None:
-    for told in pools[2].run(failing, str(tmp_path / "state"), who, blocking):
+def test_a_rank_that_cannot_write_is_named_on_all(tmp_path: Path, who: int, blocking: bool) -> None:
+    for told in run_ranks(failing, 2, str(tmp_path / "state"), who, blocking):
         assert f"rank {who} failed to write its part: No space left on device" in told
         assert "training can go on" in told
     assert find.verify(tmp_path / "state") == []
@@ -220,11 +203,10 @@ def out_of_step(folder: str, *entered: str) -> str:
 
 
 def test_ranks_that_are_not_at_one_place_commit_nothing(tmp_path: Path) -> None:
-    with Ranks(2, env={"LOCKSTEP_RUN_DIR": str(tmp_path / "run")}) as pool:
-        for told in pool.run(out_of_step, str(tmp_path / "state"), "", "reduce"):
-            assert "was not committed: the ranks are not at the same place. rank 1 has entered" in told
-        for told in pool.run(out_of_step, str(tmp_path / "state"), "gather", "reduce"):
-            assert "was not committed: rank 1 called other collectives than the rest" in told
+    for told in run_ranks(out_of_step, 2, str(tmp_path / "state"), "", "reduce"):
+        assert "was not committed: the ranks are not at the same place. rank 1 has entered" in told
+    for told in run_ranks(out_of_step, 2, str(tmp_path / "state"), "gather", "reduce"):
+        assert "was not committed: rank 1 called other collectives than the rest" in told
     assert not (tmp_path / "state").exists()
 
 
@@ -250,8 +232,8 @@ def damaged(folder: str, large: int) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("large", [0, safe.LARGE])
-def test_damage_that_one_rank_finds_stops_all(pools: dict[int, Ranks], tmp_path: Path, large: int) -> None:
-    for told, untouched in pools[2].run(damaged, str(tmp_path / "state"), large):
+def test_damage_that_one_rank_finds_stops_all(tmp_path: Path, large: int) -> None:
+    for told, untouched in run_ranks(damaged, 2, str(tmp_path / "state"), large):
         assert "optimizer.bin is damaged" in told
         assert untouched
 
@@ -272,5 +254,5 @@ def listening(folder: str) -> tuple[bool, bool]:
 
 def test_no_thread_is_left_in_the_store_when_python_shuts_down(tmp_path: Path) -> None:
     # One that came out of it then would end the rank with SIGABRT, and the job, which is complete, with it.
-    with Ranks(2) as pool:
+    with Ranks(2) as pool:  # of its own: what is registered for the end of these processes has run
         assert pool.run(listening, str(tmp_path)) == [(True, False)] * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,9 +17,8 @@ from lockstep.comm import objects, tensors, trees
 from lockstep.comm.free import gather as free_gather
 from lockstep.comm.free import reduce as free_reduce
 from lockstep.errors import ConfigError, DistributedOperationException
-from lockstep.testing import Ranks
-from lockstep.topology import current
-from lockstep.topology.group import Group
+from lockstep.testing import run_ranks
+from tests.ranks import join
 
 DTYPES = (
     torch.bool,
@@ -36,8 +34,6 @@ DTYPES = (
     torch.complex64,
 )
 SHAPES = ((), (1,), (3,), (0,), (2, 0, 3), (2, 3), (4, 1, 2))
-QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
-"""Torch asks the name server for the name behind each address; where it is slow to answer, that takes 5 s."""
 
 
 class Pair(NamedTuple):
@@ -49,18 +45,6 @@ class Pair(NamedTuple):
 class Sample:
     inputs: Any
     label: Any
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    made = {size: Ranks(size, timeout=60.0, env=QUICK_NAMES) for size in (2, 3, 4)}
-    yield made
-    for pool in made.values():
-        pool.close()
-
-
-def join(debug: bool = False) -> Group:
-    return current.require(cpu=True, debug=debug).group
 
 
 def made(shape: tuple[int, ...], dtype: torch.dtype, rank: int, seed: int) -> Tensor:
@@ -128,8 +112,8 @@ def all_dtypes_and_shapes() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_each_dtype_and_shape(pools: dict[int, Ranks], world_size: int) -> None:
-    pools[world_size].run(all_dtypes_and_shapes)
+def test_each_dtype_and_shape(world_size: int) -> None:
+    run_ranks(all_dtypes_and_shapes, world_size)
 
 
 def unusual_tensors() -> None:
@@ -164,8 +148,8 @@ def unusual_tensors() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_strides_gradients_sparse_and_nothing_at_all(pools: dict[int, Ranks], world_size: int) -> None:
-    pools[world_size].run(unusual_tensors)
+def test_strides_gradients_sparse_and_nothing_at_all(world_size: int) -> None:
+    run_ranks(unusual_tensors, world_size)
 
 
 def through_inference_mode() -> None:
@@ -199,8 +183,8 @@ def through_inference_mode() -> None:
         same(target, tree(1))
 
 
-def test_inference_mode_inside_and_outside(pools: dict[int, Ranks]) -> None:
-    pools[2].run(through_inference_mode)
+def test_inference_mode_inside_and_outside() -> None:
+    run_ranks(through_inference_mode, 2)
 
 
 # --- structures --------------------------------------------------------------------------------------------------
@@ -257,12 +241,12 @@ def random_trees(seeds: range, large: bool) -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_random_structures(pools: dict[int, Ranks], world_size: int) -> None:
-    assert pools[world_size].run(random_trees, range(60), False)[0] > 200
+def test_random_structures(world_size: int) -> None:
+    assert run_ranks(random_trees, world_size, range(60), False)[0] > 200
 
 
-def test_structures_above_a_megabyte(pools: dict[int, Ranks]) -> None:
-    pools[2].run(random_trees, range(100, 106), True)
+def test_structures_above_a_megabyte() -> None:
+    run_ranks(random_trees, 2, range(100, 106), True)
 
 
 def results_stand_alone() -> None:
@@ -286,8 +270,8 @@ def results_stand_alone() -> None:
     same(mine, tree(1.0))
 
 
-def test_results_share_no_memory_with_later_calls(pools: dict[int, Ranks]) -> None:
-    pools[2].run(results_stand_alone)
+def test_results_share_no_memory_with_later_calls() -> None:
+    run_ranks(results_stand_alone, 2)
 
 
 # --- reduce and pad ----------------------------------------------------------------------------------------------
@@ -324,8 +308,8 @@ def reductions() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_means_counts_and_scales(pools: dict[int, Ranks], world_size: int) -> None:
-    pools[world_size].run(reductions)
+def test_means_counts_and_scales(world_size: int) -> None:
+    run_ranks(reductions, world_size)
 
 
 def padding() -> None:
@@ -352,8 +336,8 @@ def padding() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_padding_to_the_longest(pools: dict[int, Ranks], world_size: int) -> None:
-    pools[world_size].run(padding)
+def test_padding_to_the_longest(world_size: int) -> None:
+    run_ranks(padding, world_size)
 
 
 # --- objects -----------------------------------------------------------------------------------------------------
@@ -385,8 +369,8 @@ def python_objects() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_objects_of_any_size(pools: dict[int, Ranks], world_size: int) -> None:
-    pools[world_size].run(python_objects)
+def test_objects_of_any_size(world_size: int) -> None:
+    run_ranks(python_objects, world_size)
 
 
 # --- how many collectives ----------------------------------------------------------------------------------------
@@ -421,8 +405,8 @@ def collectives_used() -> dict[str, int]:
     return used
 
 
-def test_a_structure_travels_in_one_collective(pools: dict[int, Ranks]) -> None:
-    for used in pools[2].run(collectives_used):
+def test_a_structure_travels_in_one_collective() -> None:
+    for used in run_ranks(collectives_used, 2):
         assert used.pop("none") == 0
         assert used.pop("large object") == 2
         assert used == dict.fromkeys(used, 1)
@@ -478,9 +462,9 @@ def mismatch(case: str) -> tuple[str, int]:
         ("pad argument", ["pad_across_processes (dim=0)", "pad_across_processes (dim=1)"]),
     ],
 )
-def test_debug_mode_tells_every_rank_what_differs(pools: dict[int, Ranks], case: str, expected: list[str]) -> None:
+def test_debug_mode_tells_every_rank_what_differs(case: str, expected: list[str]) -> None:
     texts = []
-    for text, together in pools[3].run(mismatch, case):
+    for text, together in run_ranks(mismatch, 3, case):
         assert together == 3
         for part in [*expected, "Operation: ", "Input shapes:\n"]:
             assert part in text
@@ -509,8 +493,8 @@ def agreeing() -> None:
     assert len(tensors.gather(group, many)) == 3000
 
 
-def test_debug_mode_lets_matching_calls_pass(pools: dict[int, Ranks]) -> None:
-    pools[2].run(agreeing)
+def test_debug_mode_lets_matching_calls_pass() -> None:
+    run_ranks(agreeing, 2)
 
 
 def different_models(case: str) -> str:
@@ -539,8 +523,8 @@ def different_models(case: str) -> str:
         ("buffer", "rank 0 has 7 parameters and buffers, rank 1 has 4"),
     ],
 )
-def test_models_that_differ_are_refused_on_every_rank(pools: dict[int, Ranks], case: str, named: str) -> None:
-    texts = pools[3].run(different_models, case)
+def test_models_that_differ_are_refused_on_every_rank(case: str, named: str) -> None:
+    texts = run_ranks(different_models, 3, case)
     assert len(set(texts)) == 1
     assert named in texts[0]
 
@@ -554,8 +538,8 @@ def weights_of_rank_0() -> list[float]:
     return [float(tensor.double().sum()) for tensor in accelerator.unwrap_model(prepared).state_dict().values()]
 
 
-def test_every_rank_starts_with_the_weights_of_rank_0(pools: dict[int, Ranks]) -> None:
-    first, *others = pools[3].run(weights_of_rank_0)
+def test_every_rank_starts_with_the_weights_of_rank_0() -> None:
+    first, *others = run_ranks(weights_of_rank_0, 3)
     assert others == [first, first]
 
 
@@ -573,5 +557,5 @@ def many_shapes() -> list[tuple[int, float]]:
     return wrong
 
 
-def test_debug_mode_is_right_for_more_shapes_than_it_remembers(pools: dict[int, Ranks]) -> None:
-    assert pools[2].run(many_shapes) == [[], []]
+def test_debug_mode_is_right_for_more_shapes_than_it_remembers() -> None:
+    assert run_ranks(many_shapes, 2) == [[], []]

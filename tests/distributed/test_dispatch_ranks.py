@@ -24,12 +24,10 @@ from lockstep.data.dispatch import Delivery, Share, dispatch
 from lockstep.data.round import Round
 from lockstep.errors import DataError, DistributedOperationException, PeerFailure, UsageError
 from lockstep.testing import run_ranks
-from lockstep.topology import current
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
+from tests.ranks import join
 
-QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
-"""Torch asks the name server for the name behind each address; where it is slow to answer, that takes 5 s."""
 LIMIT = 60.0
 DTYPES = (
     torch.bool,
@@ -70,11 +68,7 @@ class Graph:
 
 
 def run(fn: Any, world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
-    return run_ranks(fn, world_size, *args, timeout=LIMIT, env=QUICK_NAMES, **kwargs)
-
-
-def join(debug: bool = False) -> Group:
-    return current.require(cpu=True, debug=debug).group
+    return run_ranks(fn, world_size, *args, timeout=LIMIT, **kwargs)
 
 
 def numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

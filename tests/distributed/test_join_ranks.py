@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,20 +22,11 @@ from lockstep import (
     GradientAccumulationPlugin,
     UsageError,
 )
-from lockstep.testing import Ranks
-from tests.faults import blocked
+from lockstep.testing import run_ranks
 
 LIMIT = 30.0
 RECOVERY_SECONDS = 3.0
 Values = list[list[float]]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    made = {size: Ranks(size, timeout=LIMIT, env=blocked.QUICK_NAMES) for size in (2, 3, 4)}
-    yield made
-    for pool in made.values():
-        pool.close()
 
 
 class Net(nn.Module):
@@ -116,10 +106,8 @@ def both_ways(counts: tuple[int, ...], norm: bool, options: dict[str, Any]) -> t
 @pytest.mark.parametrize(
     "counts", [(2, 5), (5, 2), (0, 3), (1, 1), (3, 3), (1, 4, 2), (4, 0, 4), (3, 1, 0, 5)], ids=str
 )
-def test_the_result_is_that_of_torch(
-    pools: dict[int, Ranks], counts: tuple[int, ...], norm: bool, options: dict[str, Any]
-) -> None:
-    results = pools[len(counts)].run(both_ways, counts, norm, options)
+def test_the_result_is_that_of_torch(counts: tuple[int, ...], norm: bool, options: dict[str, Any]) -> None:
+    results = run_ranks(both_ways, len(counts), counts, norm, options)
     assert [seen for *_, seen in results] == list(counts)
     for ours, theirs, later, _ in results:
         assert ours == results[0][0]
@@ -146,8 +134,8 @@ def used_once(bare: bool) -> list[bool]:
     return seen
 
 
-def test_a_parameter_that_nobody_uses_any_more_has_no_gradient(pools: dict[int, Ranks]) -> None:
-    assert pools[2].run(used_once, False) == [[True], [True, False, False, False]]
+def test_a_parameter_that_nobody_uses_any_more_has_no_gradient() -> None:
+    assert run_ranks(used_once, 2, False) == [[True], [True, False, False, False]]
 
 
 def trained(counts: tuple[int, ...], options: dict[str, Any], before: int) -> Values:
@@ -178,9 +166,9 @@ def trained(counts: tuple[int, ...], options: dict[str, Any], before: int) -> Va
     ],
     ids=str,
 )
-def test_options_of_ddp(pools: dict[int, Ranks], options: dict[str, Any], before: int) -> None:
+def test_options_of_ddp(options: dict[str, Any], before: int) -> None:
     for counts in ((3, 1), (1, 4, 2)):
-        results = pools[len(counts)].run(trained, counts, options, before)
+        results = run_ranks(trained, len(counts), counts, options, before)
         assert all(result == results[0] for result in results)
 
 
@@ -196,8 +184,8 @@ def static_without_a_batch() -> str:
     return str(accelerator.agree(step).failures[0])
 
 
-def test_a_static_graph_that_a_rank_has_not_seen_says_so(pools: dict[int, Ranks]) -> None:
-    for text in pools[2].run(static_without_a_batch):
+def test_a_static_graph_that_a_rank_has_not_seen_says_so() -> None:
+    for text in run_ranks(static_without_a_batch, 2):
         assert "UsageError: Rank 0 has no batch for a model with static_graph=True" in text
 
 
@@ -222,8 +210,8 @@ def with_memory(counts: tuple[int, ...]) -> tuple[Values, list[float], Any]:
 
 
 @pytest.mark.parametrize("counts", [(4, 2), (0, 3), (2, 2), (1, 4, 4)], ids=str)
-def test_optimizers_and_schedules_go_on_from_the_same_place(pools: dict[int, Ranks], counts: tuple[int, ...]) -> None:
-    results = pools[len(counts)].run(with_memory, counts)
+def test_optimizers_and_schedules_go_on_from_the_same_place(counts: tuple[int, ...]) -> None:
+    results = run_ranks(with_memory, len(counts), counts)
     assert all(result == results[0] for result in results)
     assert results[0][1] == pytest.approx([0.1 * 0.9 ** (len(counts) * 2 * max(counts))])
 
@@ -270,30 +258,30 @@ def windows(numbers: list[list[float]], window: int, prepared: bool, options: di
 
 
 @pytest.mark.parametrize("options", [{}, {"sync_each_batch": True}], ids=["held", "each"])
-def test_a_window_closes_on_all_ranks_when_one_runs_out(pools: dict[int, Ranks], options: dict[str, Any]) -> None:
+def test_a_window_closes_on_all_ranks_when_one_runs_out(options: dict[str, Any]) -> None:
     """Rank 1's loader ends in the middle of rank 0's second window; what rank 0 has left is its third."""
-    first, second = pools[2].run(windows, [[1.0, 3.0, 5.0, 7.0], [2.0, 4.0, 6.0]], 2, True, options)
+    first, second = run_ranks(windows, 2, [[1.0, 3.0, 5.0, 7.0], [2.0, 4.0, 6.0]], 2, True, options)
     assert first == pytest.approx([2.5, 5.5, 3.5, 0.5, 2.5])
     assert second == pytest.approx([2.5, 5.5, 0.5, 2.5])
 
 
-def test_the_tail_divisor_is_kept(pools: dict[int, Ranks]) -> None:
+def test_the_tail_divisor_is_kept() -> None:
     numbers = [[1.0, 3.0, 5.0, 7.0], [2.0, 4.0, 6.0]]
-    first, second = pools[2].run(windows, numbers, 2, True, {"tail_divisor": "window"})
+    first, second = run_ranks(windows, 2, numbers, 2, True, {"tail_divisor": "window"})
     assert first == pytest.approx([2.5, 2.75, 1.75, 0.5, 2.5])
     assert second == pytest.approx([2.5, 2.75, 0.5, 2.5])
 
 
-def test_windows_of_lists_are_in_step_after_the_block(pools: dict[int, Ranks]) -> None:
+def test_windows_of_lists_are_in_step_after_the_block() -> None:
     """Nobody knows where a list ends: rank 0's third number is left for the next update, and given up here."""
-    first, second = pools[2].run(windows, [[1.0, 3.0, 5.0], [2.0, 4.0, 6.0, 8.0]], 2, False, {})
+    first, second = run_ranks(windows, 2, [[1.0, 3.0, 5.0], [2.0, 4.0, 6.0, 8.0]], 2, False, {})
     assert first == pytest.approx([2.5, 0.5, 2.5])
     assert second == pytest.approx([2.5, 3.5, 0.5, 2.5])
 
 
-def test_three_ranks_accumulate(pools: dict[int, Ranks]) -> None:
+def test_three_ranks_accumulate() -> None:
     numbers = [[3.0] * 5, [6.0] * 5, [9.0] * 4]
-    for rank, seen in enumerate(pools[3].run(windows, numbers, 3, True, {})):
+    for rank, seen in enumerate(run_ranks(windows, 3, numbers, 3, True, {})):
         assert seen == pytest.approx([6.0, 6.0, *([3.0] if rank < 2 else []), 1.0, 4.0])
 
 
@@ -312,8 +300,8 @@ def held_by_hand() -> list[float]:
     return seen
 
 
-def test_no_sync_in_the_block(pools: dict[int, Ranks]) -> None:
-    assert pools[2].run(held_by_hand) == [[1.0, 3.0], [2.0, 3.0, 2.0, 2.0]]
+def test_no_sync_in_the_block() -> None:
+    assert run_ranks(held_by_hand, 2) == [[1.0, 3.0], [2.0, 3.0, 2.0, 2.0]]
 
 
 def items() -> str:
@@ -326,8 +314,8 @@ def items() -> str:
     return f"{caught.value} {model.module.weight.grad.item()}"
 
 
-def test_weights_are_refused_in_the_block(pools: dict[int, Ranks]) -> None:
-    for text in pools[2].run(items):
+def test_weights_are_refused_in_the_block() -> None:
+    for text in run_ranks(items, 2):
         assert "needs all ranks" in text
         assert text.endswith(" 1.0")
 
@@ -350,8 +338,8 @@ def evaluated(counts: tuple[int, ...]) -> int:
     return rows
 
 
-def test_evaluation(pools: dict[int, Ranks]) -> None:
-    assert pools[3].run(evaluated, (2, 0, 3)) == [10, 0, 15]
+def test_evaluation() -> None:
+    assert run_ranks(evaluated, 3, (2, 0, 3)) == [10, 0, 15]
 
 
 def two_models() -> list[Values]:
@@ -367,8 +355,8 @@ def two_models() -> list[Values]:
     return [values(first), values(second)]
 
 
-def test_several_models_that_take_turns(pools: dict[int, Ranks]) -> None:
-    results = pools[2].run(two_models)
+def test_several_models_that_take_turns() -> None:
+    results = run_ranks(two_models, 2)
     assert results[0] == results[1]
 
 
@@ -393,8 +381,8 @@ def traces() -> tuple[bool, bool, bool, list[str]]:
     return inside, even, warnings.filters == filters, sorted(added - known) + changed
 
 
-def test_nothing_is_left_in_the_model(pools: dict[int, Ranks]) -> None:
-    for inside, even, same_filters, changes in pools[2].run(traces):
+def test_nothing_is_left_in_the_model() -> None:
+    for inside, even, same_filters, changes in run_ranks(traces, 2):
         assert inside
         assert not even  # the ranks have equally many batches then
         assert same_filters
@@ -428,8 +416,8 @@ def overridden() -> tuple[list[int], bool, bool, bool]:
     return seen, inside, within, loader.even_batches
 
 
-def test_even_batches_is_overridden_and_restored(pools: dict[int, Ranks]) -> None:
-    results = pools[2].run(overridden)
+def test_even_batches_is_overridden_and_restored() -> None:
+    results = run_ranks(overridden, 2)
     assert results == [([3, 3, 3], True, False, True), ([2, 3, 3], True, False, True)]
 
 
@@ -453,8 +441,8 @@ def refused() -> list[str]:
     return texts
 
 
-def test_what_cannot_be_joined_raises_before_anything_is_done(pools: dict[int, Ranks]) -> None:
-    bare, empty, second, optimizer, number, nested = pools[2].run(refused)[1]
+def test_what_cannot_be_joined_raises_before_anything_is_done() -> None:
+    bare, empty, second, optimizer, number, nested = run_ranks(refused, 2)[1]
     assert "DistributedDataParallel, not a list" in bare
     assert "empty list" in empty
     assert "item 1 of its list, a Net." in second
@@ -472,8 +460,7 @@ def alone() -> bool:
 
 
 def test_one_process_has_nobody_to_join() -> None:
-    with Ranks(1, timeout=LIMIT) as pool:
-        assert pool.run(alone) == [True]
+    assert run_ranks(alone, 1) == [True]
 
 
 # ---------------------------------------------------------------- failures
@@ -498,8 +485,8 @@ def broken(count: int) -> tuple[list[str], Values, float]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_an_exception_leaves_at_once(pools: dict[int, Ranks], count: int) -> None:
-    results = pools[2].run(broken, count)
+def test_an_exception_leaves_at_once(count: int) -> None:
+    results = run_ranks(broken, 2, count)
     for texts, parameters, seconds in results:
         assert texts == ["'mine'", "'mine'"]
         assert parameters == results[0][1]
@@ -556,9 +543,9 @@ def recovered(options: dict[str, Any], norm: bool) -> tuple[list[list[str]], lis
     ],
     ids=str,
 )
-def test_a_rank_that_fails_alone(pools: dict[int, Ranks], size: int, options: dict[str, Any], norm: bool) -> None:
-    results = pools[size].run(recovered, options, norm)
-    undisturbed = pools[size].run(both_ways, tuple(1 + 2 * rank for rank in range(size)), norm, options)
+def test_a_rank_that_fails_alone(size: int, options: dict[str, Any], norm: bool) -> None:
+    results = run_ranks(recovered, size, options, norm)
+    undisturbed = run_ranks(both_ways, size, tuple(1 + 2 * rank for rank in range(size)), norm, options)
     for names, seconds, after, later in results:
         assert names == [[f"{turn % size} KeyError"] for turn in range(2 * size)]
         assert max(seconds) < RECOVERY_SECONDS

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
-"""Torch asks the name server for the name behind each address; where it is slow to answer, that takes 5 s."""
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -32,7 +30,7 @@ class Ended:
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    return {**kept, "OMP_NUM_THREADS": "1", **QUICK_NAMES, **(extra or {})}
+    return {**kept, "OMP_NUM_THREADS": "1", **(extra or {})}
 
 
 def run(*command: str, env: Mapping[str, str] | None = None, timeout: float = 60.0) -> Ended:

@@ -7,23 +7,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lockstep.logging import PATIENCE, MultiProcessAdapter, get_logger
-from lockstep.testing import Ranks
+from lockstep.testing import run_ranks
 from lockstep.topology import current
 
 # Start-up of a busy machine, three times over.
 SLACK = 0.6
-
-
-@pytest.fixture(scope="module")
-def trio() -> Iterator[Ranks]:
-    with Ranks(3, timeout=60.0) as pool:
-        yield pool
 
 
 def joined(log: Path | None = None) -> tuple[int, MultiProcessAdapter]:
@@ -163,35 +156,35 @@ def store_stops(log: Path) -> float:
 # ---------------------------------------------------------------- tests
 
 
-def test_main_or_all(trio: Ranks, tmp_path: Path) -> None:
+def test_main_or_all(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    trio.run(speak, log)
+    run_ranks(speak, 3, log)
     assert sorted(lines(log)) == ["0 all", "0 main", "0 main only, though in order", "1 all", "2 all"]
 
 
-def test_without_a_handler_every_rank_prints_with_its_number(trio: Ranks) -> None:
-    outcomes = trio.run(print_plainly, on_failure="collect")
+def test_without_a_handler_every_rank_prints_with_its_number() -> None:
+    outcomes = run_ranks(print_plainly, 3, on_failure="collect")
     # Torch says something of its own there when no name server answers.
     said = [[line for line in outcome.output.splitlines() if "[c10d]" not in line] for outcome in outcomes]
     assert said == [[f"INFO [rank {rank}] ranks: hello"] for rank in range(3)]
 
 
-def test_in_order_waits_for_a_late_rank(trio: Ranks, tmp_path: Path) -> None:
+def test_in_order_waits_for_a_late_rank(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    took = trio.run(in_turn, log, 2, {0: 0.5})
+    took = run_ranks(in_turn, 3, log, 2, {0: 0.5})
     assert lines(log) == [f"{rank} round {number}" for number in range(2) for rank in range(3)]
     assert all(seconds < PATIENCE for seconds in took)
 
 
-def test_in_order_when_the_middle_is_late(trio: Ranks, tmp_path: Path) -> None:
+def test_in_order_when_the_middle_is_late(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    trio.run(in_turn, log, 1, {1: 0.5})
+    run_ranks(in_turn, 3, log, 1, {1: 0.5})
     assert lines(log) == ["0 round 0", "1 round 0", "2 round 0"]
 
 
-def test_rank_0_waits_for_nobody(trio: Ranks, tmp_path: Path) -> None:
+def test_rank_0_waits_for_nobody(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    took = trio.run(only, log, [0])
+    took = run_ranks(only, 3, log, [0])
     assert lines(log) == ["0 50% of it"]
     assert took[0] < SLACK
 
@@ -200,29 +193,27 @@ def test_rank_0_waits_for_nobody(trio: Ranks, tmp_path: Path) -> None:
     ("ranks", "who", "missing"),
     [([2], 2, "ranks 0, 1"), ([0, 2], 2, "rank 1"), ([1], 1, "rank 0")],
 )
-def test_those_who_did_not_log_are_named(trio: Ranks, tmp_path: Path, ranks: list[int], who: int, missing: str) -> None:
+def test_those_who_did_not_log_are_named(tmp_path: Path, ranks: list[int], who: int, missing: str) -> None:
     log = tmp_path / "log"
-    took = trio.run(only, log, ranks)
+    took = run_ranks(only, 3, log, ranks)
     last = f"{who} 50% of it (in_order: {missing} did not log here as often as this rank; waited "
     assert [line[: len(last)] for line in lines(log)] == [f"{rank} 50% of it" for rank in ranks[:-1]] + [last]
     assert PATIENCE - 0.4 < took[who] < PATIENCE + SLACK
 
 
-def test_those_who_wait_for_the_same_absent_rank_log_in_order_and_do_not_name_each_other(
-    trio: Ranks, tmp_path: Path
-) -> None:
+def test_those_who_wait_for_the_same_absent_rank_log_in_order_and_do_not_name_each_other(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    took = trio.run(only, log, [1, 2])
+    took = run_ranks(only, 3, log, [1, 2])
     assert [line.split(";")[0] for line in lines(log)] == [
         f"{rank} 50% of it (in_order: rank 0 did not log here as often as this rank" for rank in (1, 2)
     ]
     assert max(took) < PATIENCE + SLACK
 
 
-def test_a_rank_that_lags_behind_is_named_each_time_but_waited_for_ever_less(trio: Ranks, tmp_path: Path) -> None:
+def test_a_rank_that_lags_behind_is_named_each_time_but_waited_for_ever_less(tmp_path: Path) -> None:
     log = tmp_path / "log"
     everyone = [0, 1, 2]
-    took = trio.run(some_skip, log, [everyone, [1, 2], *[everyone] * 6])
+    took = run_ranks(some_skip, 3, log, [everyone, [1, 2], *[everyone] * 6])
     assert lines(log)[:3] == [f"{rank} round 0" for rank in range(3)]
     noted = [line for line in lines(log)[3:] if not line.startswith("0 ")]
     assert len(noted) == 14
@@ -231,29 +222,29 @@ def test_a_rank_that_lags_behind_is_named_each_time_but_waited_for_ever_less(tri
     assert took[2][-1] < SLACK
 
 
-def test_a_rank_that_was_late_once_is_waited_for_again(trio: Ranks, tmp_path: Path) -> None:
+def test_a_rank_that_was_late_once_is_waited_for_again(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    took = trio.run(late_then_in_time, log)
+    took = run_ranks(late_then_in_time, 3, log)
     assert [line for line in lines(log) if "in_order" not in line][-3:] == [f"{rank} round 2" for rank in range(3)]
     assert took[1][0] > PATIENCE - 0.4
     assert took[1][2] > 0.5
 
 
-def test_a_line_that_rank_0_alone_reached_does_not_count_for_another(trio: Ranks, tmp_path: Path) -> None:
+def test_a_line_that_rank_0_alone_reached_does_not_count_for_another(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    took = trio.run(other_line_first, log)
+    took = run_ranks(other_line_first, 3, log)
     assert lines(log) == ["0 alone"] * 3 + [f"{rank} together" for rank in range(3)]
     assert max(took) < PATIENCE
 
 
-def test_the_store_does_not_fill_up(trio: Ranks) -> None:
-    for before, after, threads in trio.run(keys_after, 50):
+def test_the_store_does_not_fill_up() -> None:
+    for before, after, threads in run_ranks(keys_after, 3, 50):
         assert after == before
         assert threads == 0
 
 
-def test_a_store_that_stands_still_does_not_hold_a_line_up(trio: Ranks, tmp_path: Path) -> None:
+def test_a_store_that_stands_still_does_not_hold_a_line_up(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    took = trio.run(store_stops, log)
+    took = run_ranks(store_stops, 3, log)
     assert lines(log)[3:] == ["1 meanwhile (in_order: the job's store does not answer, so the order is not certain)"]
     assert took[1] < PATIENCE + SLACK

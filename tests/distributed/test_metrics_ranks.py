@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,12 +14,8 @@ from lockstep.comm.agree import agree
 from lockstep.data import metrics
 from lockstep.data.round import Round
 from lockstep.errors import DistributedOperationException, PeerFailure, UsageError
-from lockstep.testing import Ranks
-from lockstep.topology import current
-from lockstep.topology.group import Group
-
-QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
-"""Torch asks the name server for the name behind each address; where it is slow to answer, that takes 5 s."""
+from lockstep.testing import run_ranks
+from tests.ranks import join
 
 ROUNDS = {
     "complete": ((3, 3), (3, 3)),
@@ -43,18 +38,6 @@ DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, t
 class Pair(NamedTuple):
     first: Any
     second: Any
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    made = {size: Ranks(size, timeout=60.0, env=QUICK_NAMES) for size in (2, 3, 4)}
-    yield made
-    for pool in made.values():
-        pool.close()
-
-
-def join(debug: bool = False) -> Group:
-    return current.require(cpu=True, debug=debug).group
 
 
 def a_round(name: str) -> Round:
@@ -131,9 +114,9 @@ def exact_tensors(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ROUNDS)
-def test_tensors(pools: dict[int, Ranks], name: str) -> None:
+def test_tensors(name: str) -> None:
     rows, _ = ROUNDS[name]
-    assert pools[len(rows)].run(exact_tensors, name) == ["took part" if count else "idle" for count in rows]
+    assert run_ranks(exact_tensors, len(rows), name) == ["took part" if count else "idle" for count in rows]
 
 
 def exact_objects(name: str, debug: bool) -> str:
@@ -174,9 +157,9 @@ def exact_objects(name: str, debug: bool) -> str:
 
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("name", ROUNDS)
-def test_objects(pools: dict[int, Ranks], name: str, debug: bool) -> None:
+def test_objects(name: str, debug: bool) -> None:
     rows, _ = ROUNDS[name]
-    assert pools[len(rows)].run(exact_objects, name, debug) == ["took part" if count else "idle" for count in rows]
+    assert run_ranks(exact_objects, len(rows), name, debug) == ["took part" if count else "idle" for count in rows]
 
 
 def outside_of_a_loader() -> None:
@@ -188,8 +171,8 @@ def outside_of_a_loader() -> None:
     same(metrics.gather(group, ["only here"] if group.rank else [], None), ["only here"])
 
 
-def test_without_a_round_nothing_is_dropped(pools: dict[int, Ranks]) -> None:
-    pools[2].run(outside_of_a_loader)
+def test_without_a_round_nothing_is_dropped() -> None:
+    run_ranks(outside_of_a_loader, 2)
 
 
 def alone() -> None:
@@ -200,8 +183,7 @@ def alone() -> None:
 
 
 def test_one_process_gets_what_it_gave() -> None:
-    with Ranks(1, timeout=60.0, env=QUICK_NAMES) as pool:
-        pool.run(alone)
+    run_ranks(alone, 1)
 
 
 # --- what it costs -----------------------------------------------------------------------------------------------
@@ -230,8 +212,8 @@ def collectives_used() -> dict[str, int]:
     return used
 
 
-def test_everything_travels_in_one_collective_unless_sizes_differ(pools: dict[int, Ranks]) -> None:
-    for used in pools[2].run(collectives_used):
+def test_everything_travels_in_one_collective_unless_sizes_differ() -> None:
+    for used in run_ranks(collectives_used, 2):
         assert used.pop("uneven") == 2
         assert used == dict.fromkeys(used, 1)
         assert len(used) == 5
@@ -246,8 +228,8 @@ def nothing_to_cut() -> None:
             same(metrics.gather(group, torch.tensor([group.rank] * 2), now), torch.tensor([0, 0, 1, 1]))
 
 
-def test_a_complete_round_takes_the_plain_gather(pools: dict[int, Ranks]) -> None:
-    pools[2].run(nothing_to_cut)
+def test_a_complete_round_takes_the_plain_gather() -> None:
+    run_ranks(nothing_to_cut, 2)
 
 
 # --- ranks without a batch ---------------------------------------------------------------------------------------
@@ -271,8 +253,8 @@ def end_of_an_epoch(seconds: float) -> float:
     return took
 
 
-def test_nobody_waits_for_a_rank_whose_loop_is_over(pools: dict[int, Ranks]) -> None:
-    first, second, idle = pools[3].run(end_of_an_epoch, 3.0)
+def test_nobody_waits_for_a_rank_whose_loop_is_over() -> None:
+    first, second, idle = run_ranks(end_of_an_epoch, 3, 3.0)
     assert max(first, second) < 2.0
     assert idle >= 3.0
 
@@ -288,8 +270,8 @@ def comes_late() -> None:
     same(tensors.gather(group, torch.tensor([group.rank])), torch.tensor([0, 1, 2]))
 
 
-def test_a_peer_that_comes_late_is_waited_for(pools: dict[int, Ranks]) -> None:
-    pools[3].run(comes_late)
+def test_a_peer_that_comes_late_is_waited_for() -> None:
+    run_ranks(comes_late, 3)
 
 
 def called_without_a_batch() -> str:
@@ -302,8 +284,8 @@ def called_without_a_batch() -> str:
     return str(caught.value)
 
 
-def test_a_rank_without_a_batch_that_calls_is_told(pools: dict[int, Ranks]) -> None:
-    assert "inside the loop" in pools[2].run(called_without_a_batch)[1]
+def test_a_rank_without_a_batch_that_calls_is_told() -> None:
+    assert "inside the loop" in run_ranks(called_without_a_batch, 2)[1]
 
 
 def fails_meanwhile(as_objects: bool) -> tuple[str, float, list[int]]:
@@ -335,8 +317,8 @@ def fails_meanwhile(as_objects: bool) -> tuple[str, float, list[int]]:
 
 
 @pytest.mark.parametrize("as_objects", [False, True])
-def test_a_failing_peer_frees_who_waits_for_its_message(pools: dict[int, Ranks], as_objects: bool) -> None:
-    results = pools[3].run(fails_meanwhile, as_objects)
+def test_a_failing_peer_frees_who_waits_for_its_message(as_objects: bool) -> None:
+    results = run_ranks(fails_meanwhile, 3, as_objects)
     assert "Rank 1 failed: ValueError: rank 1 cannot go on. While gathering for metrics" in results[0][0]
     for _, took, everyone in results:
         assert took < 5.0
@@ -357,8 +339,8 @@ def messages_of_the_user() -> None:
     assert theirs.tolist() == [7 + other]
 
 
-def test_messages_of_the_user_do_not_mix_with_ours(pools: dict[int, Ranks]) -> None:
-    pools[3].run(messages_of_the_user)
+def test_messages_of_the_user_do_not_mix_with_ours() -> None:
+    run_ranks(messages_of_the_user, 3)
 
 
 # --- what cannot be told -----------------------------------------------------------------------------------------
@@ -399,11 +381,11 @@ def trouble(case: str, debug: bool) -> tuple[list[str], list[str], Any]:
 
 
 @pytest.mark.parametrize("case", PROBLEMS)
-def test_a_warning_once(pools: dict[int, Ranks], case: str) -> None:
+def test_a_warning_once(case: str) -> None:
     name, make, texts = PROBLEMS[case]
     rows, real = ROUNDS[name]
     taking_part = [rank for rank, count in enumerate(rows) if count]
-    results = pools[len(rows)].run(trouble, case, False)
+    results = run_ranks(trouble, len(rows), case, False)
     (line,) = results[taking_part[0]][0]
     assert all(text in line for text in texts)
     for rank in taking_part:
@@ -419,11 +401,11 @@ def test_a_warning_once(pools: dict[int, Ranks], case: str) -> None:
 
 
 @pytest.mark.parametrize("case", PROBLEMS)
-def test_an_error_on_every_rank_in_debug_mode(pools: dict[int, Ranks], case: str) -> None:
+def test_an_error_on_every_rank_in_debug_mode(case: str) -> None:
     name, _, texts = PROBLEMS[case]
     rows, _ = ROUNDS[name]
     found = set()
-    for count, (said, errors, _) in zip(rows, pools[len(rows)].run(trouble, case, True), strict=True):
+    for count, (said, errors, _) in zip(rows, run_ranks(trouble, len(rows), case, True), strict=True):
         assert said == []
         assert len(errors) == (3 if count else 0)
         found.update(errors)
@@ -443,9 +425,9 @@ def no_trouble(name: str) -> tuple[list[str], Any]:
     ("name", "expected"),
     [("complete", [0, 1]), ("only repeats on one rank", [0]), ("last rank is idle", [0, 1])],
 )
-def test_one_value_per_rank_where_its_mean_is_right(pools: dict[int, Ranks], name: str, expected: list[float]) -> None:
+def test_one_value_per_rank_where_its_mean_is_right(name: str, expected: list[float]) -> None:
     rows, _ = ROUNDS[name]
-    for count, result in zip(rows, pools[len(rows)].run(no_trouble, name), strict=True):
+    for count, result in zip(rows, run_ranks(no_trouble, len(rows), name), strict=True):
         assert result == ([], expected if count else None)
 
 
@@ -484,7 +466,7 @@ def mismatch(case: str) -> str:
         ("idle, leaves", "1 tensors; 2 tensors"),
     ],
 )
-def test_what_does_not_fit_is_the_same_error_on_all_ranks(pools: dict[int, Ranks], case: str, expected: str) -> None:
-    first, second = pools[3 if "idle" in case else 2].run(mismatch, case)[:2]
+def test_what_does_not_fit_is_the_same_error_on_all_ranks(case: str, expected: str) -> None:
+    first, second = run_ranks(mismatch, 3 if "idle" in case else 2, case)[:2]
     assert first == second
     assert expected in first

@@ -324,7 +324,7 @@ def test_the_example_runs(quiet_jupyter: None, tmp_path: Path) -> None:
     client = NotebookClient(
         notebook, timeout=LIMIT, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
-    client.execute()
+    asyncio.run(client.async_execute())  # client.execute() leaves a loop behind
     cells = [shown(cell) for cell in notebook.cells if cell["cell_type"] == "code"]
     assert "training on 2 processes" in cells[-2].out
     assert cells[-1].result == "True"

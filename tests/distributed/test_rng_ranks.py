@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,14 +9,8 @@ import torch
 
 from lockstep.comm import rng, tensors
 from lockstep.errors import ConfigError, DistributedOperationException
-from lockstep.testing import Ranks
+from lockstep.testing import run_ranks
 from lockstep.topology import current
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with Ranks(2, timeout=60.0) as pool:
-        yield pool
 
 
 def start(seed: int = 100, debug: bool = False) -> tuple[int, torch.Generator]:
@@ -98,50 +91,50 @@ def expected() -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_all_types_follow_rank_0_in_one_collective(pair: Ranks, debug: bool) -> None:
+def test_all_types_follow_rank_0_in_one_collective(debug: bool) -> None:
     torch_draw, generator_draw = expected()
-    assert pair.run(draws, ["torch", "generator", "torch"], debug) == [(torch_draw, generator_draw, 1)] * 2
+    assert run_ranks(draws, 2, ["torch", "generator", "torch"], debug) == [(torch_draw, generator_draw, 1)] * 2
 
 
-def test_only_what_was_named_follows(pair: Ranks) -> None:
-    first, second = pair.run(draws, ["generator"])
+def test_only_what_was_named_follows() -> None:
+    first, second = run_ranks(draws, 2, ["generator"])
     assert first[1] == second[1] == expected()[1]
     assert first[0] != second[0]
 
 
-def test_nothing_named_nothing_sent(pair: Ranks) -> None:
-    first, second = pair.run(draws, [])
+def test_nothing_named_nothing_sent() -> None:
+    first, second = run_ranks(draws, 2, [])
     assert first[2] == second[2] == 0
     assert first[:2] != second[:2]
 
 
-def test_one_type(pair: Ranks) -> None:
-    assert pair.run(draws_after_one) == [expected()[0]] * 2
+def test_one_type() -> None:
+    assert run_ranks(draws_after_one, 2) == [expected()[0]] * 2
 
 
-def test_ranks_that_have_not_joined_do(pair: Ranks) -> None:
-    first, second = pair.run(draws_without_joining_first)
+def test_ranks_that_have_not_joined_do() -> None:
+    first, second = run_ranks(draws_without_joining_first, 2)
     assert first == second
     assert first[1]
 
 
-def test_with_a_group_handed_in(pair: Ranks) -> None:
-    assert pair.run(draws_with_inner) == [expected()[1]] * 2
+def test_with_a_group_handed_in() -> None:
+    assert run_ranks(draws_with_inner, 2) == [expected()[1]] * 2
 
 
-def test_another_devices_type_is_refused_on_all_ranks_and_changes_none(pair: Ranks) -> None:
-    (first, first_draw), (second, second_draw) = pair.run(refused)
+def test_another_devices_type_is_refused_on_all_ranks_and_changes_none() -> None:
+    (first, first_draw), (second, second_draw) = run_ranks(refused, 2)
     assert first == second
     assert first.startswith("rng_types has 'cuda', but this process computes on 'cpu'")
     assert first_draw == expected()[0] != second_draw
 
 
-def test_set_seed_by_rank(pair: Ranks) -> None:
-    first, second = pair.run(seeded)
+def test_set_seed_by_rank() -> None:
+    first, second = run_ranks(seeded, 2)
     assert first[0] == second[0] == first[1] != second[1]
 
 
-def test_debug_mode_names_ranks_that_sync_different_types(pair: Ranks) -> None:
-    first, second = pair.run(different_types)
+def test_debug_mode_names_ranks_that_sync_different_types() -> None:
+    first, second = run_ranks(different_types, 2)
     assert first == second
     assert "broadcast" in first

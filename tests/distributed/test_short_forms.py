@@ -20,13 +20,7 @@ from lockstep import Accelerator
 from lockstep.comm import profiled
 from lockstep.data import taking
 from lockstep.strategies import replica
-from lockstep.testing import Ranks
-
-
-@pytest.fixture(scope="module")
-def pool() -> Any:
-    with Ranks(2, timeout=90.0) as made:
-        yield made
+from lockstep.testing import run_ranks
 
 
 def test_torch_is_the_one_that_they_were_written_after() -> None:
@@ -58,8 +52,8 @@ def trained(profiling: bool) -> tuple[torch.Tensor, set[str]]:
     return torch.cat([tensor.flatten() for tensor in net.state_dict().values()]), names
 
 
-def test_the_result_is_the_same_and_a_profiler_sees_the_usual_names(pool: Ranks) -> None:
-    short, long = pool.run(trained, False), pool.run(trained, True)
+def test_the_result_is_the_same_and_a_profiler_sees_the_usual_names() -> None:
+    short, long = run_ranks(trained, 2, False), run_ranks(trained, 2, True)
     for (mine, _), (theirs, names) in zip(short, long, strict=True):
         assert torch.equal(mine, theirs)
         assert "DistributedDataParallel.forward" in names
@@ -79,8 +73,8 @@ def copies() -> list[tuple[str, bool]]:
     return [(type(one).__module__, torch.equal(one(torch.ones(1, 2)), same)) for one in made]
 
 
-def test_copies_and_pickles_are_torchs_own(pool: Ranks) -> None:
-    for found in pool.run(copies):
+def test_copies_and_pickles_are_torchs_own() -> None:
+    for found in run_ranks(copies, 2):
         assert found == [("torch.nn.parallel.distributed", True)] * 3
 
 
@@ -98,8 +92,8 @@ def compiled_afterwards() -> list[float]:
     return net.weight.flatten().tolist()
 
 
-def test_a_prepared_model_can_be_compiled(pool: Ranks) -> None:
-    for weights in pool.run(compiled_afterwards):
+def test_a_prepared_model_can_be_compiled() -> None:
+    for weights in run_ranks(compiled_afterwards, 2):
         assert weights == pytest.approx([0.55, 0.55])
 
 
@@ -138,7 +132,7 @@ def around_new_buckets(late: int) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_no_rank_goes_on_before_all_have_new_buckets(pool: Ranks, late: int) -> None:
+def test_no_rank_goes_on_before_all_have_new_buckets(late: int) -> None:
     # DDP agrees on them ahead of the second forward, in a call that cannot be left should a rank fail meanwhile.
-    results = pool.run(around_new_buckets, late)
+    results = run_ranks(around_new_buckets, 2, late)
     assert min(began[1] for began, _ in results) >= max(done[1] for _, done in results)

@@ -28,8 +28,6 @@ from lockstep.topology import current
 from lockstep.topology.group import Group
 
 WIDTH = 96
-QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
-"""Torch asks the name server for the name behind each address; where it is slow to answer, that takes 5 s."""
 
 
 @dataclass

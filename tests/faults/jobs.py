@@ -1,23 +1,22 @@
-"""Real jobs for the tests of the guard: several side by side, since each mostly waits."""
+"""Real jobs for the tests of the guard."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from lockstep.testing import run_ranks
 
 HERE = Path(__file__).parent
 LIMIT = 90.0
 """Seconds for a job, unless it says otherwise: those beside it make it slower."""
-AT_ONCE = 3
 MARK = "# mark: "
 
 
@@ -38,8 +37,6 @@ class Job:
     environ: tuple[tuple[str, str], ...] = ()
     """Variables for this job only."""
     limit: float = LIMIT
-    lasts: float = 0.0
-    """Seconds that it spends waiting: the longest are started first."""
 
     def __str__(self) -> str:
         return f"{self.scenario or self.script}-{self.ranks}-{self.launcher}"
@@ -51,9 +48,13 @@ class Job:
             "lockstep": ["lockstep", "launch", "--cpu", "--num_processes", str(self.ranks)],
             "torchrun": ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"],
         }
+        return [sys.executable, "-m", *launchers[self.launcher], *self.options, *self.argv]
+
+    @property
+    def argv(self) -> list[str]:
+        """The script and its arguments."""
         arguments = [self.scenario] if self.seconds is None else [self.scenario, str(self.seconds)]
-        script = str(HERE / self.script)
-        return [sys.executable, "-m", *launchers[self.launcher], *self.options, script, *filter(None, arguments)]
+        return [str(HERE / self.script), *filter(None, arguments)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +110,18 @@ def _end(process: subprocess.Popen[str]) -> str:
         return process.communicate()[0]
 
 
-@contextmanager
-def side_by_side(jobs: Iterable[Job], folder: Callable[[], Path]) -> Iterator[Callable[[Job], Result]]:
-    """Start them all, some at a time; what is given waits for one and gives its result."""
-    ordered = sorted(dict.fromkeys(jobs), key=lambda job: -job.lasts)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        results: dict[Job, Future[Result]] = {job: pool.submit(run, folder(), job) for job in ordered}
-        try:
-            yield lambda job: results[job].result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+def run_in_pool(job: Job) -> Result:
+    """Run a job's script on ranks that are there already: for what the ranks find by themselves, without a launcher."""
+    outcomes = run_ranks(
+        _run_script, job.ranks, job.argv, timeout=job.limit, on_failure="collect", env=dict(job.environ)
+    )
+    text = "".join(f"{outcome.output}\n{outcome.error_text}\n" for outcome in outcomes)
+    return Result(code=int(not all(outcome.ok for outcome in outcomes)), text=text, ended=time.time(), run=Path())
+
+
+def _run_script(argv: list[str]) -> None:
+    sys.argv[:] = argv
+    runpy.run_path(argv[0], run_name="__main__")
 
 
 def marks(script: str = "out_of_step.py") -> dict[str, str]:

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,30 +19,17 @@ from lockstep import Accelerator
 from lockstep.comm import tensors
 from lockstep.comm.agree import Agreement, agree
 from lockstep.comm.objects import all_objects
-from lockstep.config.handlers import InitProcessGroupKwargs
 from lockstep.errors import PeerFailure
-from lockstep.testing import Outcome, Ranks
+from lockstep.testing import Outcome, run_ranks
 from lockstep.testing.faults import die
 from lockstep.topology import current
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 from tests.faults import blocked
+from tests.ranks import join
 
 ROUNDS = 3
 RECOVERY_SECONDS = 3.0
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Ranks]]:
-    made = {size: Ranks(size, timeout=60.0, env=blocked.QUICK_NAMES) for size in (2, 4)}
-    yield made
-    for pool in made.values():
-        pool.close()
-
-
-def join(seconds: float | None = None) -> Group:
-    init = InitProcessGroupKwargs(timeout=timedelta(seconds=seconds)) if seconds else None
-    return current.require(cpu=True, init=init).group
 
 
 def seen(agreement: Agreement[Any]) -> list[tuple[int, str, str]]:
@@ -60,8 +46,8 @@ def total(group: Group) -> int:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("scenario", list(blocked.BLOCKED))
-def test_all_leave_and_train_on(pools: dict[int, Ranks], scenario: str, world_size: int) -> None:
-    reports = pools[world_size].run(blocked.rounds, scenario, ROUNDS)
+def test_all_leave_and_train_on(scenario: str, world_size: int) -> None:
+    reports = run_ranks(blocked.rounds, world_size, scenario, ROUNDS)
     assert blocked.problems(reports, ROUNDS) == []
 
 
@@ -88,8 +74,8 @@ def fail_on(ranks: list[int]) -> tuple[list[tuple[int, str, str]], str | None, i
 
 
 @pytest.mark.parametrize(("world_size", "ranks"), [(2, [0, 1]), (4, [1, 3]), (4, [0, 1, 2, 3]), (4, [0])])
-def test_every_rank_learns_of_all_that_failed(pools: dict[int, Ranks], world_size: int, ranks: list[int]) -> None:
-    results = pools[world_size].run(fail_on, ranks)
+def test_every_rank_learns_of_all_that_failed(world_size: int, ranks: list[int]) -> None:
+    results = run_ranks(fail_on, world_size, ranks)
     for rank, (failures, details, together, raised) in enumerate(results):
         # A rank that the first failure freed before it could fail itself is no failure, so one is enough.
         assert {failure[0] for failure in failures} <= set(ranks)
@@ -122,8 +108,8 @@ def fail_together(rounds: int) -> list[list[int]]:
     return named
 
 
-def test_ranks_that_fail_at_once_are_all_named(pools: dict[int, Ranks]) -> None:
-    assert pools[2].run(fail_together, 5) == [[[0, 1]] * 5] * 2
+def test_ranks_that_fail_at_once_are_all_named() -> None:
+    assert run_ranks(fail_together, 2, 5) == [[[0, 1]] * 5] * 2
 
 
 def values() -> list[Any]:
@@ -134,8 +120,8 @@ def values() -> list[Any]:
     return [agreement.ok, agreement.unwrap(), nothing.ok, nothing.unwrap(), group.generation - before]
 
 
-def test_a_step_that_succeeds_gives_each_rank_its_value(pools: dict[int, Ranks]) -> None:
-    assert pools[2].run(values) == [[True, 0, True, None, 0], [True, 10, True, None, 0]]
+def test_a_step_that_succeeds_gives_each_rank_its_value() -> None:
+    assert run_ranks(values, 2) == [[True, 0, True, None, 0], [True, 10, True, None, 0]]
 
 
 # --- one failure after another -----------------------------------------------------------------------------------
@@ -159,12 +145,10 @@ def fail_at_once_after(rounds: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_failure_right_after_an_agreement_leaves_that_agreement_alone(
-    pools: dict[int, Ranks], world_size: int
-) -> None:
+def test_a_failure_right_after_an_agreement_leaves_that_agreement_alone(world_size: int) -> None:
     rounds = 12
     expected = [(True, number, [(1, "ValueError", "at once")]) for number in range(rounds)]
-    for found, together, generation in pools[world_size].run(fail_at_once_after, rounds):
+    for found, together, generation in run_ranks(fail_at_once_after, world_size, rounds):
         assert found == expected
         assert together == sum(range(1, world_size + 1))
         assert generation == rounds
@@ -193,8 +177,8 @@ def slow_then_fail(rounds: int, raw: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_a_collective_before_the_scope_is_not_disturbed(pools: dict[int, Ranks], raw: bool) -> None:
-    assert pools[4].run(slow_then_fail, 5, raw) == [[10.0] * 5] * 4
+def test_a_collective_before_the_scope_is_not_disturbed(raw: bool) -> None:
+    assert run_ranks(slow_then_fail, 4, 5, raw) == [[10.0] * 5] * 4
 
 
 def nested(inner_fails: int | None, outer_fails: int | None, after: bool) -> list[Any]:
@@ -234,9 +218,9 @@ INNER, OUTER = (1, "ValueError", "inner"), (0, "KeyError", "'outer'")
     ],
 )
 def test_scopes_inside_scopes(
-    pools: dict[int, Ranks], inner_fails: int, outer_fails: int, after: bool, inner_seen: Any, outer_seen: Any
+    inner_fails: int, outer_fails: int, after: bool, inner_seen: Any, outer_seen: Any
 ) -> None:
-    for found_inner, found_outer, value, together in pools[4].run(nested, inner_fails, outer_fails, after):
+    for found_inner, found_outer, value, together in run_ranks(nested, 4, inner_fails, outer_fails, after):
         if inner_seen is not None:
             assert found_inner == inner_seen
         else:
@@ -275,10 +259,8 @@ def leave(kind: type[BaseException], how: str) -> None:
 
 @pytest.mark.parametrize("how", ["ours", "raw"])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_on_one_rank_ends_the_others_soon(
-    pools: dict[int, Ranks], kind: type[BaseException], how: str
-) -> None:
-    outcomes = pools[4].run(leave, kind, how, on_failure="collect", timeout=20)
+def test_an_interrupt_on_one_rank_ends_the_others_soon(kind: type[BaseException], how: str) -> None:
+    outcomes = run_ranks(leave, 4, kind, how, on_failure="collect", timeout=20)
     for outcome in outcomes:
         assert "at generation 0" in outcome.output, outcome.error_text
         if outcome.rank == 1:
@@ -291,7 +273,7 @@ def test_an_interrupt_on_one_rank_ends_the_others_soon(
 
 
 def killed(victim: int, how: str) -> None:
-    group = join(3.0)
+    group = join(seconds=3.0)
     group.barrier()
 
     def step() -> None:
@@ -306,8 +288,8 @@ def killed(victim: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["ours", "raw"])
-def test_a_killed_rank_is_missed_by_name(pools: dict[int, Ranks], how: str) -> None:
-    outcomes: list[Outcome] = pools[4].run(killed, 2, how, on_failure="collect", timeout=30)
+def test_a_killed_rank_is_missed_by_name(how: str) -> None:
+    outcomes: list[Outcome] = run_ranks(killed, 4, 2, how, on_failure="collect", timeout=30)
     assert outcomes[2].exit_code == -9
     for outcome in outcomes:
         if outcome.rank == 2:
@@ -317,8 +299,8 @@ def test_a_killed_rank_is_missed_by_name(pools: dict[int, Ranks], how: str) -> N
         assert outcome.seconds < 15
 
 
-def test_when_the_store_dies_with_its_rank_the_others_end_with_an_error(pools: dict[int, Ranks]) -> None:
-    outcomes: list[Outcome] = pools[4].run(killed, 0, "ours", on_failure="collect", timeout=30)
+def test_when_the_store_dies_with_its_rank_the_others_end_with_an_error() -> None:
+    outcomes: list[Outcome] = run_ranks(killed, 4, 0, "ours", on_failure="collect", timeout=30)
     assert outcomes[0].exit_code == -9
     for outcome in outcomes[1:]:
         assert outcome.error_type == "TopologyError", outcome.error_text
@@ -358,9 +340,9 @@ def remembered(chained: bool, step_raises_on: int) -> tuple[bool, bool, str]:
 
 
 @pytest.mark.parametrize("chained", [False, True])
-def test_an_error_holds_no_local_variables(pools: dict[int, Ranks], chained: bool) -> None:
+def test_an_error_holds_no_local_variables(chained: bool) -> None:
     text = "on top" if chained else "deep"
-    assert pools[2].run(remembered, chained, 1) == [(False, False, "None"), (False, True, text)]
+    assert run_ranks(remembered, 2, chained, 1) == [(False, False, "None"), (False, True, text)]
 
 
 # --- nothing piles up --------------------------------------------------------------------------------------------
@@ -394,8 +376,8 @@ def check_nothing_piles_up(results: list[dict[str, Any]], lost: int = 1) -> None
     assert len({result["weights"] for result in results}) == 1
 
 
-def test_recoveries_leave_no_threads_or_descriptors(pools: dict[int, Ranks]) -> None:
-    check_nothing_piles_up(pools[2].run(recover_often, 20))
+def test_recoveries_leave_no_threads_or_descriptors() -> None:
+    check_nothing_piles_up(run_ranks(recover_often, 2, 20))
 
 
 def recover_in_backward(count: int) -> list[int]:
@@ -408,9 +390,9 @@ def recover_in_backward(count: int) -> list[int]:
     return counts
 
 
-def test_failures_in_backward_pile_up_little(pools: dict[int, Ranks]) -> None:
+def test_failures_in_backward_pile_up_little() -> None:
     # gloo now and then loses a wake-up; that collective's thread stays until the group's time-out.
-    for counts in pools[2].run(recover_in_backward, 20):
+    for counts in run_ranks(recover_in_backward, 2, 20):
         assert counts[-1] - counts[0] <= 8
 
 
@@ -432,8 +414,8 @@ def torchs_own_wait() -> list[bool]:
     return [*seen, dist.Work.wait is usual]
 
 
-def test_what_torch_waits_with_is_replaced_in_a_common_step_only(pools: dict[int, Ranks]) -> None:
-    assert pools[2].run(torchs_own_wait) == [[False, False, True]] * 2
+def test_what_torch_waits_with_is_replaced_in_a_common_step_only() -> None:
+    assert run_ranks(torchs_own_wait, 2) == [[False, False, True]] * 2
 
 
 # --- alone -------------------------------------------------------------------------------------------------------
@@ -460,7 +442,7 @@ def test_alone_in_the_world_a_failure_is_told_the_same_way() -> None:
         agree(group, interrupt)
 
 
-def another_accelerator() -> tuple[int, list[int]]:
+def another_accelerator() -> tuple[int, list[int], int]:
     """The Accelerator made before a failure talks through the new group."""
     accelerator = Accelerator(cpu=True)
     group = current.require().group
@@ -474,10 +456,10 @@ def another_accelerator() -> tuple[int, list[int]]:
     agree(group, step)
     assert group.pg is not first
     assert dist.group.WORLD is group.pg
-    return int(accelerator.reduce(torch.tensor(1))), all_objects(group, os.getpid())
+    return int(accelerator.reduce(torch.tensor(1))), all_objects(group, os.getpid()), os.getpid()
 
 
-def test_an_accelerator_made_before_stays_valid(pools: dict[int, Ranks]) -> None:
-    results = pools[2].run(another_accelerator)
-    assert [together for together, _ in results] == [2, 2]
-    assert results[0][1] == results[1][1] == pools[2].pids
+def test_an_accelerator_made_before_stays_valid() -> None:
+    results = run_ranks(another_accelerator, 2)
+    assert [together for together, _, _ in results] == [2, 2]
+    assert results[0][1] == results[1][1] == [pid for _, _, pid in results]

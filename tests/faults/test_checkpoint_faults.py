@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.checkpoint import find
 from lockstep.errors import CheckpointError
-from lockstep.testing import Ranks
+from lockstep.testing import run_ranks
 from tests.faults.dying import Dying
 from tests.unit.checkpoint.runs import Run
 
@@ -73,14 +73,13 @@ def load(folder: str) -> int:
 @pytest.mark.parametrize(("who", "fatal"), [(0, 2), (0, 12), (0, 27), (1, 1), (1, 2)])
 def test_a_rank_that_dies_is_named_and_a_checkpoint_is_left(tmp_path: Path, who: int, fatal: int) -> None:
     folder = tmp_path / "state"
-    with Ranks(2, env={"LOCKSTEP_RUN_DIR": str(tmp_path / "run")}) as pool:
-        outcomes = pool.run(save_and_die, str(folder), who, fatal, on_failure="collect", timeout=30.0)
-        assert outcomes[who].exit_code == -signal.SIGKILL
-        other = outcomes[1 - who]
-        # By the error of the exchange, or by the guard, whichever sees first that the rank is gone.
-        named = f"rank {who} died" if other.error_type == "PeerFailure" else f"rank {who} "
-        assert named in (other.error_text + other.output).lower()
-        assert find.verify(folder) == []
-        counts = pool.run(load, str(folder))
+    outcomes = run_ranks(save_and_die, 2, str(folder), who, fatal, on_failure="collect", timeout=30.0)
+    assert outcomes[who].exit_code == -signal.SIGKILL
+    other = outcomes[1 - who]
+    # By the error of the exchange, or by the guard, whichever sees first that the rank is gone.
+    named = f"rank {who} died" if other.error_type == "PeerFailure" else f"rank {who} "
+    assert named in (other.error_text + other.output).lower()
+    assert find.verify(folder) == []
+    counts = run_ranks(load, 2, str(folder))
     assert counts in ([2, 2], [3, 3])
     assert [path.name for path in tmp_path.iterdir() if "state" in path.name] == ["state"]

@@ -10,7 +10,7 @@ import pytest
 from tests.faults.jobs import Job, Result
 
 # All in one job: each part has ranks wait for longer than the guard needs to make up its mind.
-CALM = Job(script="calm.py", lasts=30)
+CALM = Job(script="calm.py")
 PARTS = [
     "slow_first_batch",
     "uneven_steps",
@@ -45,7 +45,7 @@ def test_it_is_no_error(ended: Callable[[Job], Result], part: str, job: Job) -> 
 @pytest.mark.parametrize(
     "job",
     [
-        Job(script="calm.py", ranks=ranks, launcher=launcher, lasts=30)
+        Job(script="calm.py", ranks=ranks, launcher=launcher)
         for ranks in (2, 4)
         for launcher in ("lockstep", "torchrun")
     ],
@@ -64,10 +64,8 @@ def test_a_compiler_on_one_rank_is_no_error(ended: Callable[[Job], Result], job:
     assert "compiled in" in result.text
 
 
-ALONE = Job(scenario="alone for a while", seconds=60.0, limit=180.0, lasts=60)
-PATIENT = Job(
-    scenario="alone for a while", seconds=60.0, limit=180.0, lasts=60, environ=(("LOCKSTEP_STALL_SECONDS", "90"),)
-)
+ALONE = Job(scenario="alone for a while", seconds=60.0, limit=180.0)
+PATIENT = Job(scenario="alone for a while", seconds=60.0, limit=180.0, environ=(("LOCKSTEP_STALL_SECONDS", "90"),))
 
 
 @pytest.mark.soak

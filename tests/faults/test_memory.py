@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lockstep import Accelerator, NumericsError, find_executable_batch_size
-from lockstep.testing import Ranks, run_ranks
-from tests.faults import blocked, exhausted
+from lockstep.testing import run_ranks
+from tests.faults import exhausted
 from tests.faults.exhausted import Plan, furthest
 from tests.faults.jobs import Job, Result, run
 from tests.faults.test_guard import STOPPED
 
 CLOSE = 1e-6
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    with Ranks(2, timeout=90.0, env=blocked.QUICK_NAMES) as made:
-        yield made
 
 
 def check_search(
@@ -46,9 +39,10 @@ def check_search(
             assert furthest(seen.weights, whole.weights) < CLOSE, told
 
 
-def check_parts(pool: Ranks, plans: list[Plan], accumulation: int, **options: Any) -> None:
-    whole = pool.run(exhausted.train_in_parts, None, accumulation=accumulation, plain=True, **options)
-    for rank, parts_by_plan in enumerate(pool.run(exhausted.split_everywhere, plans, accumulation, **options)):
+def check_parts(world_size: int, plans: list[Plan], accumulation: int, **options: Any) -> None:
+    whole = run_ranks(exhausted.train_in_parts, world_size, None, accumulation=accumulation, plain=True, **options)
+    split = run_ranks(exhausted.split_everywhere, world_size, plans, accumulation, timeout=300.0, **options)
+    for rank, parts_by_plan in enumerate(split):
         for plan, parts in zip(plans, parts_by_plan, strict=True):
             told = f"{plan}, seen by rank {rank}"
             assert furthest(parts.weights, whole[rank].weights) < CLOSE, told
@@ -66,32 +60,32 @@ def check_parts(pool: Ranks, plans: list[Plan], accumulation: int, **options: An
 # --- the search --------------------------------------------------------------------------------------------------
 
 
-def test_every_rank_phase_and_micro_step_leads_to_the_same_parameters(pool: Ranks) -> None:
+def test_every_rank_phase_and_micro_step_leads_to_the_same_parameters() -> None:
     accumulation = 2
     plans = exhausted.every_place(2)
-    (whole, _) = pool.run(exhausted.search, None, accumulation=accumulation)
+    (whole, _) = run_ranks(exhausted.search, 2, None, accumulation=accumulation)
     assert whole.sizes == [exhausted.START]
-    check_search(plans, pool.run(exhausted.search_everywhere, plans, accumulation), whole, accumulation)
+    check_search(plans, run_ranks(exhausted.search_everywhere, 2, plans, accumulation), whole, accumulation)
 
 
-def test_a_reproducible_run_stays_so_when_batches_do_not_come_out_even(pool: Ranks) -> None:
+def test_a_reproducible_run_stays_so_when_batches_do_not_come_out_even() -> None:
     options = {"samples": 60, "reproducible": True}
-    (whole, _) = pool.run(exhausted.search, None, **options)
-    for seen in pool.run(exhausted.search, Plan(1, "backward", 1, fits=2), **options):
+    (whole, _) = run_ranks(exhausted.search, 2, None, **options)
+    for seen in run_ranks(exhausted.search, 2, Plan(1, "backward", 1, fits=2), **options):
         assert (seen.error, seen.sizes, seen.steps) == ("", [8, 4, 2], 4)
         assert furthest(seen.weights, whole.weights) < CLOSE
 
 
-def test_a_real_lack_of_memory_on_one_rank(pool: Ranks) -> None:
-    for sizes, found in pool.run(exhausted.really, 1):
+def test_a_real_lack_of_memory_on_one_rank() -> None:
+    for sizes, found in run_ranks(exhausted.really, 2, 1):
         assert sizes[0] == 16
         assert found == sizes[-1] < 16
         assert sizes == [16 >> number for number in range(len(sizes))]
 
 
-def test_going_up_again(pool: Ranks) -> None:
+def test_going_up_again() -> None:
     plan = Plan(1, "backward", 1, fits=45)
-    for seen in pool.run(exhausted.search, plan, keep=False, start=64, samples=256, search="binary"):
+    for seen in run_ranks(exhausted.search, 2, plan, keep=False, start=64, samples=256, search="binary"):
         assert seen.error == ""
         assert seen.sizes[:2] == [64, 32]
         assert 40 <= seen.sizes[-1] <= 45
@@ -118,28 +112,28 @@ def shown_bar() -> str:
     return read.getvalue()
 
 
-def test_the_main_process_alone_shows_a_bar(pool: Ranks) -> None:
-    first, second = pool.run(shown_bar)
+def test_the_main_process_alone_shows_a_bar() -> None:
+    first, second = run_ranks(shown_bar, 2)
     assert "batch size: attempt 3 of at most 5, trying 11 (8 fits, 16 does not)" in first
     assert "attempt" not in second
 
 
-def test_going_up_again_with_the_effective_batch_kept(pool: Ranks) -> None:
-    (whole, _) = pool.run(exhausted.search, None, start=24, samples=96)
-    for seen in pool.run(exhausted.search, Plan(0, "forward", 1, fits=9), start=24, samples=96, search="binary"):
+def test_going_up_again_with_the_effective_batch_kept() -> None:
+    (whole, _) = run_ranks(exhausted.search, 2, None, start=24, samples=96)
+    for seen in run_ranks(exhausted.search, 2, Plan(0, "forward", 1, fits=9), start=24, samples=96, search="binary"):
         assert (seen.error, seen.sizes[-1], seen.steps) == ("", 8, 3)
         assert furthest(seen.weights, whole.weights) < CLOSE
 
 
-def test_what_is_no_lack_of_memory_is_raised_on_all(pool: Ranks) -> None:
-    results = pool.run(exhausted.search, Plan(1, "forward", 1, error="the mask is broken"))
+def test_what_is_no_lack_of_memory_is_raised_on_all() -> None:
+    results = run_ranks(exhausted.search, 2, Plan(1, "forward", 1, error="the mask is broken"))
     assert [seen.sizes for seen in results] == [[8], [8]]
     assert results[1].error == "Faked: the mask is broken"
     assert results[0].error.startswith("PeerFailure: The attempt failed on another rank (rank 1: Faked: the mask is")
 
 
-def test_nothing_fits(pool: Ranks) -> None:
-    for seen in pool.run(exhausted.search, Plan(0, "step", 0, fits=0)):
+def test_nothing_fits() -> None:
+    for seen in run_ranks(exhausted.search, 2, Plan(0, "step", 0, fits=0)):
         assert seen.sizes == [8, 4, 2, 1]
         assert "OutOfMemory: No executable batch size found, reached zero. Tried: 8, 4, 2, 1." in seen.error
         assert "rank 0 ran out of memory (tried to allocate 2.0 GiB)" in seen.error
@@ -166,8 +160,8 @@ def own_sizes() -> tuple[list[int], str]:
     return sizes, error
 
 
-def test_all_ranks_take_rank_0s_next_size_and_the_same_first_one(pool: Ranks) -> None:
-    for sizes, error in pool.run(own_sizes):
+def test_all_ranks_take_rank_0s_next_size_and_the_same_first_one() -> None:
+    for sizes, error in run_ranks(own_sizes, 2):
         assert sizes == [12, 7]
         assert error.startswith("starting_batch_size differs between ranks (rank 0: 4, rank 1: 5)")
 
@@ -179,20 +173,20 @@ UNEVEN = [(1, {}), (2, {}), (1, {"samples": 60}), (2, {"samples": 60, "reproduci
 
 
 @pytest.mark.parametrize(("accumulation", "options"), UNEVEN)
-def test_a_batch_is_split_on_all_ranks(pool: Ranks, accumulation: int, options: dict[str, Any]) -> None:
+def test_a_batch_is_split_on_all_ranks(accumulation: int, options: dict[str, Any]) -> None:
     plans = [plan for plan in exhausted.every_part(2, 4) if plan.part is None or accumulation == 2]
-    check_parts(pool, [*plans, Plan(0, "backward", 1, 1), Plan(1, "forward", 2, 3)], accumulation, **options)
+    check_parts(2, [*plans, Plan(0, "backward", 1, 1), Plan(1, "forward", 2, 3)], accumulation, **options)
 
 
-def test_without_a_lack_of_memory_it_is_the_plain_training(pool: Ranks) -> None:
-    whole = pool.run(exhausted.train_in_parts, None, plain=True)
-    for rank, parts in enumerate(pool.run(exhausted.train_in_parts, None)):
+def test_without_a_lack_of_memory_it_is_the_plain_training() -> None:
+    whole = run_ranks(exhausted.train_in_parts, 2, None, plain=True)
+    for rank, parts in enumerate(run_ranks(exhausted.train_in_parts, 2, None)):
         assert furthest(parts.weights, whole[rank].weights) == 0
         assert parts.limit is None
 
 
-def test_a_real_lack_of_memory_splits_the_batch(pool: Ranks) -> None:
-    for size, gradient in pool.run(exhausted.really_in_parts, 0):
+def test_a_real_lack_of_memory_splits_the_batch() -> None:
+    for size, gradient in run_ranks(exhausted.really_in_parts, 2, 0):
         assert size is not None
         assert size < 16
         assert gradient == pytest.approx(7.5)
@@ -228,8 +222,8 @@ def refusals() -> list[str]:
     return told
 
 
-def test_what_cannot_be_split_is_refused_on_all(pool: Ranks) -> None:
-    for sync, nothing, never in pool.run(refusals):
+def test_what_cannot_be_split_is_refused_on_all() -> None:
+    for sync, nothing, never in run_ranks(refusals, 2):
         assert "SyncBatchNorm needs all ranks" in sync
         assert "no tensor of this batch" in nothing
         assert "even parts of 1 sample do not fit: rank 1 ran out of memory" in never
@@ -291,12 +285,11 @@ def test_a_bad_loss_of_a_part_is_told_or_stops_all_ranks() -> None:
 
 def test_four_ranks_recover_together() -> None:
     """Every rank once, in different phases and micro-steps; the soak tests have every combination."""
-    with Ranks(4, timeout=90.0, env=blocked.QUICK_NAMES) as four:
-        plans = [Plan(0, "step", 1), Plan(1, "loader"), Plan(2, "backward", 1), Plan(3, "forward")]
-        whole = four.run(exhausted.search, None, accumulation=2)[0]
-        check_search(plans, four.run(exhausted.search_everywhere, plans, 2), whole, 2)
-        plans = [Plan(rank, phase, rank % 2) for rank, phase in enumerate(("forward", "backward") * 2)]
-        check_parts(four, [*plans, Plan(3, "backward", 1, 2, part=1)], 2)
+    plans = [Plan(0, "step", 1), Plan(1, "loader"), Plan(2, "backward", 1), Plan(3, "forward")]
+    whole = run_ranks(exhausted.search, 4, None, accumulation=2)[0]
+    check_search(plans, run_ranks(exhausted.search_everywhere, 4, plans, 2), whole, 2)
+    plans = [Plan(rank, phase, rank % 2) for rank, phase in enumerate(("forward", "backward") * 2)]
+    check_parts(4, [*plans, Plan(3, "backward", 1, 2, part=1)], 2)
 
 
 # --- the guard and the last words --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from tests.faults.jobs import Job, Result
 
 
 def slow(phase: str) -> Job:
-    return Job(scenario=phase, script="slow.py", lasts=5.0)
+    return Job(scenario=phase, script="slow.py")
 
 
 @pytest.mark.parametrize(

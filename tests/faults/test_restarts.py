@@ -54,9 +54,16 @@ def test_when_restarts_are_used_up_the_last_failure_is_told(tmp_path: Path) -> N
     )
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_twenty_kills_of_twenty_are_recovered_from(tmp_path: Path, ranks: int) -> None:
-    done = restart(tmp_path, 20, ranks, 580.0)
+@pytest.mark.parametrize(
+    ("ranks", "kills"),
+    [
+        pytest.param(2, 10, marks=pytest.mark.soak),
+        pytest.param(4, 10, marks=pytest.mark.soak),
+        pytest.param(2, 100, marks=pytest.mark.soak_long),
+        pytest.param(4, 50, marks=pytest.mark.soak_long),
+    ],
+)
+def test_every_kill_is_recovered_from(tmp_path: Path, ranks: int, kills: int) -> None:
+    done = restart(tmp_path, kills, ranks, 60.0 + 20.0 * kills)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("after 20 kills") == ranks
+    assert done.stdout.count(f"after {kills} kills") == ranks

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.testing import Ranks
 from tests.leaks import Snapshot
 
 
@@ -62,6 +63,37 @@ def test_a_pool_and_a_thread_from_before_may_stay(folder: Path) -> None:
         old.join()
 
 
+def test_an_open_descriptor_is_named(folder: Path) -> None:
+    before = Snapshot.take(folder)
+    ends = os.pipe()
+    try:
+        left = before.left_behind(grace=0)
+        assert [line.partition(": pipe:")[0] for line in left] == [f"descriptor {end}" for end in ends]
+    finally:
+        for end in ends:
+            os.close(end)
+    assert before.left_behind() == []
+
+
+def test_a_descriptor_whose_owner_is_collected_is_not(folder: Path) -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.me, self.file = self, os.open(folder, os.O_RDONLY)
+
+        def __del__(self) -> None:
+            os.close(self.file)
+
+    before = Snapshot.take(folder)
+    Owner()
+    assert before.left_behind() == []
+
+
+def test_descriptors_of_ranks_that_other_tests_use_may_stay(folder: Path) -> None:
+    before = Snapshot.take(folder)
+    with Ranks(1):
+        assert before.left_behind(grace=0) == []
+
+
 def test_variables_are_named_and_put_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEAKS_GONE", "1")
     monkeypatch.setenv("LEAKS_CHANGED", "1")
@@ -110,7 +142,7 @@ def test_an_initialised_process_group_is_named_and_destroyed(folder: Path, monke
 def test_a_test_that_leaves_something_fails(folder: Path) -> None:
     (folder / "tests").mkdir()
     here = Path(__file__).parent.parent
-    for name in ("__init__.py", "conftest.py", "leaks.py"):
+    for name in ("__init__.py", "conftest.py", "durations.py", "leaks.py"):
         (folder / "tests" / name).write_text((here / name).read_text())
     (folder / "tests" / "test_sample.py").write_text(
         "import os\n"
