@@ -17,8 +17,6 @@ from tests.leaks import Snapshot
 pytest_plugins = ["tests.durations"]
 
 ROOT = Path(__file__).resolve().parent.parent
-LONG = ["faults", "clusters", "distributed", "parity", "docs"]
-"""Folders that come first, in this order."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,16 +50,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say which tests stay together when several processes share them; begin with the folders of long ones.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Say which tests stay together when several processes share them, and in which order these take them.
 
-    Together are those that share a run of a script or a fixture of their module. All others go to whoever is idle, and
-    the short ones come last, so that all processes are busy to the end.
+    Together are those that share a run of a script or a fixture of their module. Those that mostly wait are mixed with
+    those that mostly compute, so that the cores are busy; and the short ones come last, so that all are to the end.
     """
-    items.sort(key=lambda item: next((place for place, name in enumerate(LONG) if name in item.path.parts), len(LONG)))
-    for item in items:
-        if group := _group(item):
+    groups = {item: _group(item) for item in items}
+    for item, group in groups.items():
+        if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
+    if getattr(config.option, "loadgroup", False):
+        items.sort(key=lambda item: ("unit" in item.path.parts, zlib.crc32((groups[item] or item.nodeid).encode())))
 
 
 def _group(item: pytest.Item) -> str | None:

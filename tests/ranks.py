@@ -1,12 +1,29 @@
-"""What functions that run on ranks share."""
+"""What tests of several ranks share."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
+
+import pytest
 
 from lockstep.config.handlers import InitProcessGroupKwargs
+from lockstep.testing import ranks
 from lockstep.topology import current
 from lockstep.topology.group import Group
+
+
+def in_soak(*values: Any) -> list[Any]:
+    """Parameters of a test that only `make soak` runs, such as larger world sizes."""
+    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
+
+
+def free_port() -> int:
+    """A port for a server that a test will start.
+
+    Not one that the kernel hands out by itself: it would give it to a connection of another test meanwhile.
+    """
+    return ranks._free_port()
 
 
 def join(debug: bool = False, seconds: float | None = None) -> Group:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import stat
 import subprocess
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.clusters.machines import Machine
+from tests.ranks import free_port
 
 START_SECONDS = 10.0
 PRIVILEGE_SEPARATION = Path("/run/sshd")  # sshd, run by root, insists on it
@@ -103,7 +103,7 @@ def keys(folder: Path) -> Iterator[Ssh]:
     for name in ("host_key", "user_key"):
         keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
         subprocess.run(keygen, check=True, timeout=20)
-    ssh = Ssh(folder=folder, port=_free_port())
+    ssh = Ssh(folder=folder, port=free_port())
     (folder / "config").write_text(_CLIENT.format(port=ssh.port, folder=folder))
     ssh.client.write_text(f'#!/bin/sh\nexec ssh -F {folder}/config "$@"\n')
     ssh.client.chmod(ssh.client.stat().st_mode | stat.S_IXUSR)
@@ -115,9 +115,3 @@ def keys(folder: Path) -> Iterator[Ssh]:
         if made:
             with contextlib.suppress(OSError):
                 PRIVILEGE_SEPARATION.rmdir()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])

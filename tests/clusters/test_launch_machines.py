@@ -81,7 +81,7 @@ def restarts(two_machines: Machines, script: Path, marks: Path, kills: int, port
 
 
 def test_a_killed_rank_is_recovered_from_on_both_machines(two_machines: Machines, script: Path, tmp_path: Path) -> None:
-    restarts(two_machines, script, tmp_path / "marks", 2, 29613, LIMIT)
+    restarts(two_machines, script, tmp_path / "marks", 1, 29613, LIMIT)
 
 
 @pytest.mark.parametrize(

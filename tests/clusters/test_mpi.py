@@ -15,6 +15,7 @@ import pytest
 from tests.clusters.machines import LAUNCHED, Machine
 from tests.clusters.ssh import LOOPBACK, Ssh
 from tests.clusters.training import Training
+from tests.ranks import in_soak
 
 HERE = socket.gethostname()
 
@@ -35,7 +36,7 @@ def mpirun(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 open_mpi = pytest.mark.parametrize("mpirun", ["openmpi"], indirect=True)
 mpich = pytest.mark.parametrize("mpirun", ["mpich"], indirect=True)
-both = pytest.mark.parametrize("mpirun", ["openmpi", "mpich"], indirect=True)
+both = pytest.mark.parametrize("mpirun", ["openmpi", *in_soak("mpich")], indirect=True)
 
 
 def environment(folder: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -37,6 +37,7 @@ def test_ranks_started_by_srun(slurm: Slurm, job: Training) -> None:
 # --- the launcher inside an allocation ---------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_a_batch_file_on_one_node(slurm: Slurm, job: Training, tmp_path: Path) -> None:
     options = ["--processes-per-node=2", "--cpus-per-node=2"]
     state, code, printed = submit(slurm, tmp_path, *options, str(job.script), str(job.folder))

@@ -123,7 +123,7 @@ def test_a_setting_that_cannot_be_honoured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "if rank == 1: raise OSError('the disk of rank 1 is full')",
+        pytest.param("if rank == 1: raise OSError('the disk of rank 1 is full')", marks=pytest.mark.soak),
         # Rank 0 is inside a collective when rank 1 fails: it must come out of it.
         """
         if rank == 1: raise OSError('the disk of rank 1 is full')

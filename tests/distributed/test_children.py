@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep import Accelerator, PartialState, UsageError
 from lockstep.testing import run_ranks
+from tests.ranks import in_soak
 
 LIMIT = 90.0
 
@@ -79,7 +80,7 @@ def place() -> tuple[int, int]:
     return state.process_index, state.num_processes
 
 
-@pytest.mark.parametrize("launcher", ["lockstep", "torchrun"])
+@pytest.mark.parametrize("launcher", ["lockstep", *in_soak("torchrun")])
 def test_children_made_by_fork(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FORKING)

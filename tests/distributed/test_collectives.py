@@ -18,7 +18,7 @@ from lockstep.comm.free import gather as free_gather
 from lockstep.comm.free import reduce as free_reduce
 from lockstep.errors import ConfigError, DistributedOperationException
 from lockstep.testing import run_ranks
-from tests.ranks import join
+from tests.ranks import in_soak, join
 
 DTYPES = (
     torch.bool,
@@ -111,7 +111,7 @@ def all_dtypes_and_shapes() -> None:
             same(mine, parts[root])
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, *in_soak(2, 4)])
 def test_each_dtype_and_shape(world_size: int) -> None:
     run_ranks(all_dtypes_and_shapes, world_size)
 
@@ -147,7 +147,7 @@ def unusual_tensors() -> None:
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, *in_soak(2)])
 def test_strides_gradients_sparse_and_nothing_at_all(world_size: int) -> None:
     run_ranks(unusual_tensors, world_size)
 
@@ -240,7 +240,7 @@ def random_trees(seeds: range, large: bool) -> int:
     return leaves
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, *in_soak(2)])
 def test_random_structures(world_size: int) -> None:
     assert run_ranks(random_trees, world_size, range(60), False)[0] > 200
 
@@ -307,7 +307,7 @@ def reductions() -> None:
     same(free_gather(torch.tensor(rank)), torch.arange(size))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, *in_soak(2)])
 def test_means_counts_and_scales(world_size: int) -> None:
     run_ranks(reductions, world_size)
 
@@ -335,7 +335,7 @@ def padding() -> None:
     assert tensors.pad_across_processes(group, []) == []
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, *in_soak(2)])
 def test_padding_to_the_longest(world_size: int) -> None:
     run_ranks(padding, world_size)
 
@@ -368,7 +368,7 @@ def python_objects() -> None:
         tensors.gather(group, {"a": torch.ones(1), "b": [torch.ones(1), "no tensor"]})
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, *in_soak(2)])
 def test_objects_of_any_size(world_size: int) -> None:
     run_ranks(python_objects, world_size)
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep import Accelerator, ConfigError, DataLoaderConfiguration
 from lockstep.testing import run_ranks
 from tests.datasets import Numbers, SizedStream, Stream
+from tests.ranks import in_soak
 
 
 class Blocks(Dataset[Tensor]):
@@ -72,7 +73,7 @@ def together(ranks: list[dict[str, Any]], number: int = 0) -> list[int]:
 COUNTS = [(10, 2), (11, 2), (12, 3), (7, 4), (1, 2), (3, 1), (24, 4)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, *in_soak(2)])
 def test_every_sample_is_seen_and_metrics_are_exact(world_size: int) -> None:
     cases: list[Any] = [(kind, n, size, {}) for kind in ("map", "stream", "sized") for n, size in COUNTS]
     cases += [

@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,7 @@ import torch
 from lockstep.errors import ConfigError, UsageError
 from lockstep.launch import machine
 from lockstep.launch.notebook import RankFailed, debug_launcher, notebook_launcher
+from tests.ranks import free_port
 
 LIMIT = 90
 
@@ -368,7 +369,8 @@ def test_a_port_in_use_is_named_with_a_free_one() -> None:
 
 def test_the_default_port_gives_way() -> None:
     with closing(socket.socket()) as taken:
-        if machine.is_free(29500):
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):  # somebody else has it: just as well
             taken.bind(("", 29500))
             taken.listen()
         ports = notebook_launcher(lambda: os.environ["MASTER_PORT"], num_processes=2)
@@ -441,9 +443,7 @@ TWO_MACHINES = """
 
 
 def two_machines(folder: Path, backend: str, restarts: int) -> list[tuple[int, str, str]]:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = script(folder, TWO_MACHINES)
     machines = [
         subprocess.Popen(
@@ -451,12 +451,16 @@ def two_machines(folder: Path, backend: str, restarts: int) -> list[tuple[int, s
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
         )
         for number in range(2)
     ]
+    watchdog = threading.Timer(60.0, lambda: [process.send_signal(signal.SIGABRT) for process in machines])
+    watchdog.start()
     try:
-        said = [process.communicate(timeout=60) for process in machines]
+        said = [process.communicate(timeout=80) for process in machines]  # with all stacks, of one that hangs
     finally:
+        watchdog.cancel()
         for process in machines:
             process.kill()
             process.wait()

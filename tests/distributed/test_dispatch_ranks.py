@@ -26,7 +26,7 @@ from lockstep.errors import DataError, DistributedOperationException, PeerFailur
 from lockstep.testing import run_ranks
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
-from tests.ranks import join
+from tests.ranks import in_soak, join
 
 LIMIT = 60.0
 DTYPES = (
@@ -233,7 +233,7 @@ def deliver(kinds: list[str], counts: list[int], debug: bool = False) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, *in_soak(2, 4)])
 def test_every_kind_of_batch_arrives_whole(world_size: int) -> None:
     for used in run(deliver, world_size, SMALL + LARGE, [9, 4 * world_size]):
         for kind in SMALL:
@@ -324,7 +324,7 @@ def odd_tensors() -> None:
         assert batch["twice"][0] is batch["twice"][1]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, *in_soak(2)])
 def test_tensors_of_every_layout(world_size: int) -> None:
     run(odd_tensors, world_size)
 
@@ -379,7 +379,7 @@ def ends(world_size: int) -> dict[tuple[int, bool], list[int]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, *in_soak(2, 4)])
 def test_every_end_and_what_it_costs(world_size: int) -> None:
     for rank, found in enumerate(run(ends, world_size, world_size)):
         for (count, even), used in found.items():
@@ -579,7 +579,7 @@ def source_fails(ticks: int) -> tuple[int, str, int | None, float]:
 
 
 @pytest.mark.parametrize("ticks", [0, 1])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, *in_soak(2)])
 def test_a_source_that_fails_frees_the_others(world_size: int, ticks: int) -> None:
     zero, *others = run(source_fails, world_size, ticks)
     assert zero[:2] == (2, "the disk is gone")

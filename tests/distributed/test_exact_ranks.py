@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep import Accelerator, DataLoaderConfiguration
 from lockstep.testing import run_ranks
 from tests.datasets import Numbers, SizedStream, Stream
+from tests.ranks import in_soak
 
 DATA: dict[str, Any] = {"map": Numbers, "stream": Stream, "sized": SizedStream}
 Case = tuple[str, int, int]
@@ -43,7 +44,7 @@ def exact(options: dict[str, Any]) -> tuple[int, list[Any]]:
     return tried, wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, *in_soak(3, 4)])
 @pytest.mark.parametrize("dispatch", [False, True], ids=["each reads", "dispatched"])
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_metrics_are_exact(world_size: int, dispatch: bool, split: bool) -> None:

@@ -23,6 +23,7 @@ from lockstep import (
     UsageError,
 )
 from lockstep.testing import run_ranks
+from tests.ranks import in_soak
 
 LIMIT = 30.0
 RECOVERY_SECONDS = 3.0
@@ -104,7 +105,7 @@ def both_ways(counts: tuple[int, ...], norm: bool, options: dict[str, Any]) -> t
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "buffers"])
 @pytest.mark.parametrize(
-    "counts", [(2, 5), (5, 2), (0, 3), (1, 1), (3, 3), (1, 4, 2), (4, 0, 4), (3, 1, 0, 5)], ids=str
+    "counts", [(2, 5), (0, 3), (3, 3), (1, 4, 2), *in_soak((5, 2), (1, 1), (4, 0, 4), (3, 1, 0, 5))], ids=str
 )
 def test_the_result_is_that_of_torch(counts: tuple[int, ...], norm: bool, options: dict[str, Any]) -> None:
     results = run_ranks(both_ways, len(counts), counts, norm, options)
@@ -152,7 +153,7 @@ def trained(counts: tuple[int, ...], options: dict[str, Any], before: int) -> Va
     return values(model)
 
 
-@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("before", [1, *in_soak(0, 2)])
 @pytest.mark.parametrize(
     "options",
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.ranks import free_port, in_soak
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -45,12 +46,6 @@ def run(*command: str, env: Mapping[str, str] | None = None, timeout: float = 60
         start_new_session=True,
     )
     return Ended(code=done.returncode, out=done.stdout, err=done.stderr, seconds=time.monotonic() - started)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def by_hand(
@@ -201,7 +196,7 @@ def test_torchrun_passes_a_failing_rank_on(script: Path) -> None:
 # --- by hand, rank 0 hosts the store -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, *in_soak(1)])
 def test_ranks_that_end_at_different_times_end_quietly(script: Path, first: int) -> None:
     ended = by_hand(script, "early", str(first))
     for one in ended:

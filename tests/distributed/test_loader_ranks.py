@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, ra
 from lockstep import Accelerator, DataError, DataLoaderConfiguration
 from lockstep.testing import run_ranks
 from tests.datasets import Numbers
+from tests.ranks import in_soak
 
 
 class Remembering(IterableDataset[Tensor]):
@@ -226,7 +227,7 @@ def uneven(count: int, dispatch: bool) -> list[Any]:
     return [seen, weight.tolist()]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, *in_soak(2, 4)])
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_uneven_ends_leave_nobody_waiting(world_size: int, dispatch: bool) -> None:
     for count in (1, 7, 9):

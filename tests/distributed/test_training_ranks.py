@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from lockstep import Accelerator, GradientAccumulationPlugin, GradScalerKwargs, UsageError
 from lockstep.testing import run_ranks
 from lockstep.utils import gather_object
+from tests.ranks import in_soak
 
 
 def weight() -> nn.Linear:
@@ -208,7 +209,7 @@ def tables(world_size: int) -> Any:
     return st.lists(row, min_size=1, max_size=4).filter(lambda rows: any(map(any, rows)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, *in_soak(4)])
 @pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-6), ("fp16", 1e-2)])
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(data=st.data())

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import multiprocessing
 import os
 import re
 import shlex
@@ -33,6 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from markdown_it import MarkdownIt
+
+from lockstep.testing._member import ensure_server
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME_LIMIT = 120.0
@@ -129,29 +132,13 @@ def run_python(page: Page, time_limit: float) -> list[str]:
         work, done = Path(folder, "work"), Path(folder, "done")
         work.mkdir()
         done.mkdir()
-        command = [sys.executable]
-        if page.ranks is not None:
-            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(page.ranks)]
-        command += [__file__, str(page.path.resolve()), str(done), str(time_limit)]
-        with open(Path(folder, "output"), "w+", encoding="utf-8", errors="replace") as output:
-            child = subprocess.Popen(
-                command,
-                cwd=work,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                code = child.wait(time_limit)
-                ended = f"exit code {code}"
-            except subprocess.TimeoutExpired:
-                code = None
-                ended = f"not finished after {time_limit:g} s, stopped"
-            finally:
-                end_tree(child)
-            output.seek(0)
-            said = output.read()
+        arguments = [__file__, str(page.path.resolve()), str(done), str(time_limit)]
+        output = Path(folder, "output")
+        with output.open("w"):
+            start = start_forked if page.ranks is None else start_ranks
+            code = start(arguments, work, output, time_limit, page.ranks or 1)
+        ended = f"exit code {code}" if code is not None else f"not finished after {time_limit:g} s, stopped"
+        said = output.read_text(encoding="utf-8", errors="replace")
         finished = len(list(done.iterdir()))
     if code == 0 and finished == (page.ranks or 1):
         return []
@@ -161,17 +148,65 @@ def run_python(page: Page, time_limit: float) -> list[str]:
     return [f"{page.path}: {ended}\n{said}"]
 
 
-def end_tree(child: subprocess.Popen[bytes]) -> None:
+def start_forked(arguments: list[str], work: Path, output: Path, time_limit: float, _: int) -> int | None:
+    """One process, forked from one that has imported torch, which would take most of the time; its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    ensure_server()
+    child = context.Process(target=_forked, args=(arguments, work, output, dict(os.environ)))
+    child.start()
+    child.join(time_limit)
+    code = child.exitcode
+    end_tree(child.pid)
+    child.join()
+    child.close()
+    return code
+
+
+def _forked(arguments: list[str], work: Path, output: Path, environ: dict[str, str]) -> None:
+    with open(os.devnull) as nothing, output.open("a") as target:
+        os.dup2(nothing.fileno(), 0)
+        for number in (1, 2):
+            os.dup2(target.fileno(), number)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    os.environ.clear()
+    os.environ.update({"OMP_NUM_THREADS": "1", **environ})
+    os.chdir(work)
+    multiprocessing.set_start_method(None, force=True)  # the page's own choice, not how this process was made
+    sys.argv[:] = arguments
+    script()
+    sys.stdout.flush()
+
+
+def start_ranks(arguments: list[str], work: Path, output: Path, time_limit: float, ranks: int) -> int | None:
+    """Several processes, under torchrun; its exit code."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    with output.open("a") as target:
+        child = subprocess.Popen(
+            [*command, *arguments],
+            cwd=work,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=target,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            return child.wait(time_limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            end_tree(child.pid)
+            child.wait()
+
+
+def end_tree(pid: int | None) -> None:
     """Kill a process and all its descendants; torch.distributed.run gives each worker a session of its own."""
     import psutil
 
-    if child.poll() is not None:
-        return
-    family = psutil.Process(child.pid)
-    for process in [*family.children(recursive=True), family]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    child.wait()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(pid)
+        for process in [*family.children(recursive=True), family]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def shell_problems(path: Path, block: Block) -> list[str]:

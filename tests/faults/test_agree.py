@@ -26,7 +26,7 @@ from lockstep.topology import current
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 from tests.faults import blocked
-from tests.ranks import join
+from tests.ranks import in_soak, join
 
 ROUNDS = 3
 RECOVERY_SECONDS = 3.0
@@ -44,7 +44,7 @@ def total(group: Group) -> int:
 # --- peers blocked in something ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, *in_soak(4)])
 @pytest.mark.parametrize("scenario", list(blocked.BLOCKED))
 def test_all_leave_and_train_on(scenario: str, world_size: int) -> None:
     reports = run_ranks(blocked.rounds, world_size, scenario, ROUNDS)
@@ -144,7 +144,7 @@ def fail_at_once_after(rounds: int) -> list[Any]:
     return [seen_here, total(group), group.generation]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, *in_soak(4)])
 def test_a_failure_right_after_an_agreement_leaves_that_agreement_alone(world_size: int) -> None:
     rounds = 12
     expected = [(True, number, [(1, "ValueError", "at once")]) for number in range(rounds)]

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep import Accelerator, DataLoaderConfiguration
 from lockstep.testing import run_ranks
+from tests.ranks import in_soak
 
 BAD = 13
 
@@ -102,7 +103,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *in_soak(3)])
 def test_all_ranks_stop_and_say_why(case: str, world_size: int) -> None:
     dispatch, culprit, kind, sample, words = CASES[case]
     if world_size == 3:

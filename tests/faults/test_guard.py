@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_launchers import free_port
 from tests.faults.jobs import Job, Result, marks, run_in_pool
+from tests.ranks import free_port
 
 AT = marks()
 STOPPED = 86
@@ -284,7 +284,7 @@ TOGETHER = "each stuck in its own way"
 
 
 def stall(scenario: str, ranks: int, launcher: str = "lockstep") -> Job:
-    seconds = 3.0 * ranks
+    seconds = 4.0 + ranks
     stall_seconds = (("LOCKSTEP_STALL_SECONDS", "2"),)
     return Job(scenario=scenario, seconds=seconds, ranks=ranks, launcher=launcher, environ=stall_seconds)
 

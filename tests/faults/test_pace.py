@@ -7,15 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.jobs import Job, Result
+from tests.ranks import in_soak
 
 
 def slow(phase: str) -> Job:
     return Job(scenario=phase, script="slow.py")
 
 
-@pytest.mark.parametrize(
-    "job", [slow("backward"), slow("forward"), pytest.param(slow("data"), marks=pytest.mark.soak)], ids=str
-)
+@pytest.mark.parametrize("job", [slow("backward"), *in_soak(slow("forward"), slow("data"))], ids=str)
 def test_the_slow_rank_and_its_phase_are_named(ended: Callable[[Job], Result], job: Job) -> None:
     done = ended(job)
     assert done.code == 0, done

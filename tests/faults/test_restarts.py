@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import in_soak
 from tests.restarting import TRAIN, fates
 
 
@@ -32,16 +33,16 @@ def restart(
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
-def test_a_killed_rank_is_recovered_from(tmp_path: Path) -> None:
-    done = restart(tmp_path, 2, 2, 90.0)
+@pytest.mark.parametrize("kills", [1, *in_soak(2)])
+def test_a_killed_rank_is_recovered_from(tmp_path: Path, kills: int) -> None:
+    done = restart(tmp_path, kills, 2, 90.0)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("[0, 1] after 2 kills") == 2
-    killed = fates(2, 2, 2)
-    for fate, left in zip(killed, ("1", "0"), strict=True):
+    assert done.stdout.count(f"[0, 1] after {kills} kills") == 2
+    for fate, left in zip(fates(kills, 2, kills), reversed(range(kills)), strict=True):
         assert f"Rank {fate[0]} failed: killed (SIGKILL)" in done.stderr
         assert f"Starting again ({left} restarts left)" in done.stderr
     # What each attempt printed is kept apart.
-    assert "after 2 kills" in (tmp_path / "run" / "logs" / "attempt_2" / "rank_0.out").read_text()
+    assert f"after {kills} kills" in (tmp_path / "run" / "logs" / f"attempt_{kills}" / "rank_0.out").read_text()
 
 
 def test_when_restarts_are_used_up_the_last_failure_is_told(tmp_path: Path) -> None:

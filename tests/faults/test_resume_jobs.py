@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from lockstep.checkpoint import find
 from tests.faults.resuming import TRAIN
+from tests.ranks import in_soak
 
 LIMIT = 90.0
 SAVED = 75
@@ -52,12 +54,14 @@ def left_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result(folder)
 
 
-def test_killed_twice_and_restarted_by_the_launcher(tmp_path: Path, left_alone: dict[str, Any]) -> None:
-    code, out, err = end(start(tmp_path, 2, "1:6", "0:13", restarts=3))
+@pytest.mark.parametrize("kills", [["0:13"], *in_soak(["1:6", "0:13"])], ids=["once", "twice"])
+def test_killed_and_restarted_by_the_launcher(tmp_path: Path, left_alone: dict[str, Any], kills: list[str]) -> None:
+    code, out, err = end(start(tmp_path, 2, *kills, restarts=3))
     assert code == 0, out + err
     # A save in the background may or may not have been complete when the rank died.
     began = [int(line.split()[-1]) for line in out.splitlines() if "began" in line]
-    assert began in ([0, first, second] for first in (0, 4) for second in (8, 12))
+    saved = {"1:6": (0, 4), "0:13": (8, 12)}
+    assert began in [[0, *places] for places in itertools.product(*(saved[kill] for kill in kills))]
     assert result(tmp_path) == left_alone
     folder = tmp_path / "checkpoints"
     assert all(find.verify(path) == [] for path in folder.iterdir() if path.name.startswith("checkpoint"))
@@ -82,7 +86,8 @@ def test_told_to_go_it_saves_and_goes_on_later(
     assert result(tmp_path) == left_alone
 
 
-def test_one_rank_that_is_told_takes_all_with_it(tmp_path: Path, left_alone: dict[str, Any]) -> None:
+@pytest.mark.parametrize("resumed", [False, *in_soak(True)])
+def test_one_rank_that_is_told_takes_all_with_it(tmp_path: Path, left_alone: dict[str, Any], resumed: bool) -> None:
     process = start(tmp_path, 2, "slow")
     wait_for_checkpoint(tmp_path, process)
     children = subprocess.run(
@@ -92,8 +97,10 @@ def test_one_rank_that_is_told_takes_all_with_it(tmp_path: Path, left_alone: dic
     os.kill(ranks[0], signal.SIGUSR1)
     code, out, err = end(process)
     assert code == SAVED, out + err
-    code, out, err = end(start(tmp_path, 2))
-    assert result(tmp_path) == left_alone
+    assert "the ranks have saved their state and ended" in err
+    if resumed:
+        code, out, err = end(start(tmp_path, 2))
+        assert result(tmp_path) == left_alone
 
 
 def wait_for_checkpoint(folder: Path, process: subprocess.Popen[str]) -> None:

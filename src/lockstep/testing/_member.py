@@ -137,7 +137,7 @@ class Member:
 def start(members: Sequence[Member]) -> None:
     """Start the processes, and wait until each has set itself up."""
     deadline = time.monotonic() + START_SECONDS
-    _ensure_server()
+    ensure_server()
     problems: list[BaseException] = []
 
     def start_all() -> None:
@@ -173,7 +173,7 @@ def start(members: Sequence[Member]) -> None:
         )
 
 
-def _ensure_server() -> None:
+def ensure_server() -> None:
     """Start the server that ranks are forked from, unless it runs. It ends with this process."""
     # A test module is imported in every rank, and imports pytest.
     extra = ["pytest"] if "pytest" in sys.modules else []

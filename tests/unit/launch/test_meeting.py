@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 
@@ -11,14 +10,13 @@ import pytest
 from lockstep.errors import TopologyError
 from lockstep.launch import meeting
 from lockstep.launch.meeting import Meeting, Nodes
+from tests.ranks import free_port
 
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(meeting, "SILENCE", 0.1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def machine(rank: int, port: int, patience: float) -> Meeting:

@@ -14,6 +14,7 @@ from lockstep.config.network import REFUSED, knock
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import way
 from lockstep.doctor.net.results import Member
+from tests.ranks import free_port
 
 OWN = Member(rank=3, host="node1", interface="eth0", address="10.0.0.2")
 
@@ -21,9 +22,7 @@ OWN = Member(rank=3, host="node1", interface="eth0", address="10.0.0.2")
 @pytest.fixture
 def closed() -> int:
     """A port at which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture
