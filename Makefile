@@ -4,6 +4,9 @@
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
+FLOOR  := .venv-floor
+FLOOR_TORCH := torch==2.9.0
+FLOOR_PIP   := $(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 # Extra arguments for the pip call that installs torch, such as an index that has another build of it.
 TORCH_PIP_ARGS ?=
@@ -21,7 +24,7 @@ RANKS2 := $(PY) -m torch.distributed.run --standalone --nproc-per-node 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types soak soak-long bench clean
+.PHONY: help demo test lint types soak soak-long floor bench clean
 
 help:   ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,11 +46,15 @@ types: $(VENV)/.installed   ## mypy, strict
 
 soak: $(VENV)/.installed-bench   ## the long test matrices; keeps their output in docs/soak.md
 	@bash scripts/apt.sh
-	$(PY) scripts/soak.py soak
+	$(PY) scripts/keep_output.py soak
 
 soak-long: $(VENV)/.installed-bench   ## large counts: hundreds of kills; keeps their output in docs/soak-long.md
 	@bash scripts/apt.sh
-	$(PY) scripts/soak.py soak-long
+	$(PY) scripts/keep_output.py soak-long
+
+floor: $(FLOOR)/.installed   ## unit and 2-process tests on the oldest supported torch; keeps their output in docs/floor.md
+	@bash scripts/apt.sh
+	$(FLOOR)/bin/python scripts/keep_output.py floor
 
 bench: $(VENV)/.installed-bench   ## time training steps and loaders next to raw torch and others, 1 and 2 processes
 	$(PY) benchmarks/loop.py
@@ -70,6 +77,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PIP) $(TORCH_PIP_ARGS) "$$(grep -m1 '^torch==' constraints.txt)"
 	@echo "Installing Lockstep and its development tools (about a minute)"
 	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# An environment of its own, several gigabytes where only builds for CUDA are to be had.
+$(FLOOR)/.installed: pyproject.toml constraints.txt
+	@test -x $(FLOOR)/bin/pip || { echo "Creating $(FLOOR) (some seconds)"; $(PYTHON) -m venv $(FLOOR); }
+	@echo "Installing $(FLOOR_TORCH), the oldest that is supported (a few minutes; it is a very large download)"
+	@$(FLOOR_PIP) $(TORCH_PIP_ARGS) $(FLOOR_TORCH)
+	@grep -v '^torch==' constraints.txt > $(FLOOR)/constraints.txt
+	@$(FLOOR_PIP) -c $(FLOOR)/constraints.txt $(FLOOR_TORCH) -e '.[dev]'
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed

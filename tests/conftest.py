@@ -49,6 +49,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(restore)
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that nobody launched and that nobody configured, before and after."""
+    from lockstep.topology import current
+
+    job = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in os.environ:
+        if name in job or name.startswith(("ACCELERATE_", "LOCKSTEP_", "SLURM_", "OMPI_", "PMI_")):
+            monkeypatch.delenv(name)
+    current.reset()
+    yield
+    current.reset()
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Say which tests stay together when several processes share them, and in which order these take them.

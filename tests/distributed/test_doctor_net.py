@@ -63,8 +63,10 @@ def test_by_itself_with_all_measurements(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "picture.png"]
 
 
-def test_the_guides_command_under_torchrun(tmp_path: Path) -> None:
+def test_the_guides_command_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--nnodes", "1"]
+    # Torch's default port may be in use by a test beside this one.
+    monkeypatch.setenv("PET_MASTER_PORT", str(free_port()))
     done = run([*torchrun, "-m", "lockstep", "doctor", "net", "--quick", "--json"], tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

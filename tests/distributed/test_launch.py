@@ -62,7 +62,7 @@ class Launched:
 
     @property
     def lines(self) -> list[str]:
-        return sorted(self.out.splitlines())
+        return sorted(line for line in self.out.splitlines() if "[Gloo]" not in line)  # torch 2.9
 
     @property
     def pids(self) -> list[int]:

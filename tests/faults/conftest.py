@@ -1,4 +1,4 @@
-"""Jobs; and tests of faults that stay in this process begin where those of one process do."""
+"""Jobs that tests of faults look at."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from functools import cache
 import pytest
 
 from tests.faults.jobs import Job, Result, run
-from tests.unit.conftest import alone
-
-__all__ = ["alone", "ended"]
 
 
 @pytest.fixture(scope="session")

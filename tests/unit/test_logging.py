@@ -5,14 +5,9 @@ from __future__ import annotations
 import inspect
 import io
 import logging
-import re
-import subprocess
-import sys
-import textwrap
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -27,15 +22,6 @@ RANK_1 = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
 }
-GUIDE = """
-    from lockstep.logging import get_logger
-
-    logger = get_logger(__name__, log_level="DEBUG")
-    # log all processes
-    logger.debug("thing_to_log", main_process_only=False)
-    # log all processes in order
-    logger.debug("thing_to_log", main_process_only=False, in_order=True)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -278,32 +264,3 @@ def test_a_handler_on_the_logger_itself_counts(name: str, capsys: pytest.Capture
         get_logger(name).error("x")
     assert theirs.getvalue() == "x\n"
     assert capsys.readouterr().err == ""
-
-
-# ---------------------------------------------------------------- the guide's example, as a script
-
-
-def run_script(tmp_path: Path, code: str, *launcher: str) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(code))
-    command = [sys.executable, *launcher, str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_the_guides_example_in_one_process(tmp_path: Path) -> None:
-    done = run_script(tmp_path, GUIDE)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert done.stderr.splitlines() == ["DEBUG __main__: thing_to_log"] * 2
-
-
-@pytest.mark.parametrize("joined", [False, True], ids=["before joining", "joined"])
-def test_the_guides_example_under_torchrun(tmp_path: Path, joined: bool) -> None:
-    join = "    from lockstep.topology import current\n\n    current.require()\n" if joined else ""
-    done = run_script(tmp_path, join + GUIDE, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if "thing_to_log" in line]
-    ranks = [re.match(r"DEBUG \[rank (\d)\] __main__: thing_to_log", line) for line in lines]
-    assert all(ranks), lines
-    assert sorted(match[1] for match in ranks if match) == ["0", "0", "1", "1"]
-    assert sum("no Accelerator yet" in line for line in lines) == (0 if joined else 1)
-    assert not any("did not log" in line for line in lines)

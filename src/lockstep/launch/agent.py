@@ -41,6 +41,8 @@ from lockstep.rundir.place import RunDirectory
 
 _OBEDIENCE = 2.0
 """Seconds in which ranks that the guard has stopped end by themselves, before they are killed."""
+_TERMINAL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+"""What a terminal sends, and whoever starts a job in the background may have it ignore."""
 _CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 """How torch ends a process whose collective got other data than it asked for."""
 
@@ -91,8 +93,9 @@ class Agent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, logs: Streams, output: Output, grace: float, tell: Callable[[str], None]
     ) -> None:
-        super().__init__(spec, logs, exit_barrier_timeout=300, shutdown_timeout=grace)  # type: ignore[arg-type]
+        super().__init__(spec, logs, exit_barrier_timeout=300)
         self._output = output
+        self._ignored = [number for number in _TERMINAL if signal.getsignal(number) is signal.SIG_IGN]
         self._grace = grace
         self._tell = tell
         self.on_failure: Callable[[tuple[Exit, ...]], str] | None = None
@@ -117,6 +120,8 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ids = super()._start_workers(worker_group)
+        for number in self._ignored:  # as nohup wants it; torch 2.9 handles them all the same
+            signal.signal(number, signal.SIG_IGN)
         self._output.started()
         if self.on_start is not None:
             self.on_start(worker_group)
@@ -126,7 +131,8 @@ class Agent(LocalElasticAgent):
             for end in filter(None, (handler._stdout, handler._stderr)):
                 end.close()
         close = context.close
-        context.close = lambda death_sig=None, timeout=self._grace: close(death_sig, timeout)
+        # Whatever time torch would give: some of its calls say 30 s, and 2.9 cannot be asked for another.
+        context.close = lambda death_sig=None, timeout=None: close(death_sig, self._grace)
         return ids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -197,7 +203,7 @@ class Agent(LocalElasticAgent):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(handler.proc.pid, signal.SIGKILL)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         context: Any = self._pcontext
 
         def kill(*_: Any) -> None:
@@ -207,7 +213,7 @@ class Agent(LocalElasticAgent):
         if context is None:
             return
         with _handled({signal.SIGINT: kill, signal.SIGTERM: kill}):
-            super()._shutdown(death_sig, timeout)
+            super()._shutdown(death_sig)
         self._sweep()
 
 

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lockstep.blackbox.box import NoBox
+from lockstep.config import env
 from lockstep.errors import PeerFailure, TopologyError
 from lockstep.topology import arrival, sockets, threads
 from lockstep.topology.cause import Cause, Waker
@@ -175,14 +176,15 @@ class Group:
         hook = sys.excepthook
         self._excepthook = self._excepthook or hook
         bound = self.device if self.device.type == "cuda" else None
-        dist.init_process_group(
-            self.backend,
-            store=PrefixStore(f"generation_{self.generation}", self._root),
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=self.timeout,
-            device_id=bound,
-        )
+        with _flight_recorder():
+            dist.init_process_group(
+                self.backend,
+                store=PrefixStore(f"generation_{self.generation}", self._root),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=self.timeout,
+                device_id=bound,
+            )
         if self.generation:
             sys.excepthook = hook  # each initialisation wraps the hook of the one before
         self._pg = dist.group.WORLD
@@ -477,3 +479,14 @@ def _call(references: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
 
 def _immortalise(thing: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+def _flight_recorder() -> contextlib.AbstractContextManager[None]:
+    """Have torch record its collectives, from which the guard learns where a rank waits; 2.9 does only if asked.
+
+    Torch reads the variable when the first group is made. Whoever has set it, to 0 maybe, has decided.
+    """
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    if any(name in env.snapshot() for name in names):
+        return contextlib.nullcontext()
+    return env.patched({names[0]: "2000"})

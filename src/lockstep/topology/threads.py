@@ -9,6 +9,7 @@ which would wait for the workers, has to see them rest before it leaves.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from contextlib import suppress
 
@@ -30,12 +31,19 @@ def rest(patience: float) -> bool:
 
 
 def _any_busy() -> bool:
-    """Whether a worker runs or is about to (Linux; False where /proc is absent)."""
-    busy = False
+    """Whether a worker runs or is about to (Linux; False where /proc is absent).
+
+    In older torch (2.9) workers have no name of their own: there every thread counts that Python did not start.
+    """
+    running: dict[int, tuple[str, bool]] = {}
     with suppress(OSError):
         for task in os.listdir("/proc/self/task"):
             with suppress(OSError), open(f"/proc/self/task/{task}/stat", encoding="utf-8") as file:
                 _, rest_of_line = file.read().split("(", 1)
                 name, fields = rest_of_line.rsplit(")", 1)
-                busy = busy or (name == _WORKER and fields.split()[0] == "R")
-    return busy
+                running[int(task)] = name, fields.split()[0] == "R"
+    named = [runs for name, runs in running.values() if name == _WORKER]
+    if named:
+        return any(named)
+    own = {thread.native_id for thread in threading.enumerate()}
+    return any(runs for task, (_, runs) in running.items() if task not in own)

@@ -27,11 +27,11 @@ def run(folder: Path, seed: int, count: int, limit: float) -> dict[str, int]:
 
 
 def test_damaged_headers_and_indexes_never_do_harm(folder: Path) -> None:
-    seen = run(folder, 20260, 6000, 120)
-    assert sum(seen.values()) == 6000
+    seen = run(folder, 20260, 2000, 120)
+    assert sum(seen.values()) == 2000
     # Not all damage is visible, as that to a weight's value; but a fuzz that only meets one outcome tests little.
     assert set(seen) == {"index loaded", "index refused", "header loaded", "header refused"}
-    assert min(seen.values()) > 50
+    assert min(seen.values()) > 20
 
 
 @pytest.mark.parametrize(

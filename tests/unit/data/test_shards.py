@@ -139,8 +139,7 @@ def test_streams_with_workers(workers: int) -> None:
     assert sorted(gathered(loaders)) == plain
 
 
-@settings(max_examples=25, deadline=None)
-@given(
+of_any_kind = given(
     stream=st.booleans(),
     count=st.integers(1, 17),
     batch_size=st.integers(1, 4),
@@ -149,8 +148,23 @@ def test_streams_with_workers(workers: int) -> None:
     even=st.booleans(),
     stop=st.integers(0, 3),
 )
-def test_workers_lose_and_repeat_nothing_and_can_be_gone_on_from(
-    stream: bool, count: int, batch_size: int, world_size: int, workers: int, even: bool, stop: int
+
+
+@settings(max_examples=6, deadline=None)
+@of_any_kind
+def test_workers_lose_and_repeat_nothing_and_can_be_gone_on_from(**kind: Any) -> None:
+    check_workers(**kind)
+
+
+@pytest.mark.soak
+@settings(max_examples=200, deadline=None)
+@of_any_kind
+def test_workers_of_many_kinds(**kind: Any) -> None:
+    check_workers(**kind)
+
+
+def check_workers(
+    *, stream: bool, count: int, batch_size: int, world_size: int, workers: int, even: bool, stop: int
 ) -> None:
     def loaders(ranks: int) -> list[Any]:
         data: Any = Stream(count) if stream else Numbers(count)

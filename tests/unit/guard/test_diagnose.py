@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lockstep.blackbox.snapshot import Op, Snapshot
 from lockstep.guard.diagnose import diagnose
 from lockstep.guard.diagnosis import Diagnosis
+from tests.ranks import in_soak
 from tests.unit.guard.boxes import BACKWARD, BARRIER, GATHER, NOW, box, raw
 
 STEP = [BACKWARD, GATHER]
@@ -532,7 +533,7 @@ def test_stacks_are_kept_of_one_rank_of_each_place() -> None:
 # ---------------------------------------------------------------- scale
 
 
-@pytest.mark.parametrize("fault", ["missing", "gone", "ops", "arguments", "scattered", "none"])
+@pytest.mark.parametrize("fault", ["missing", "scattered", *in_soak("gone", "ops", "arguments", "none")])
 def test_thousands_of_ranks(fault: str) -> None:
     """The bar is one second; three are allowed here."""
     calls = STEP * 32

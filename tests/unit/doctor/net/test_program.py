@@ -99,8 +99,8 @@ def test_all_is_well() -> None:
 
 
 def test_one_that_never_comes_and_one_that_comes_too_late() -> None:
-    job = Job(patience=1.5)
-    report = job.run(delays={4: 4.0}, absent=1)
+    job = Job(patience=0.8)
+    report = job.run(delays={4: 1.8}, absent=1)
     assert report.missing == [1, 4]
     assert states(report)["ranks"] == "error"
     assert isinstance(job.results[4], TopologyError)

@@ -57,7 +57,7 @@ def test_an_open_way_is_not_spoken_of() -> None:
 
 def test_rank_0_may_come_later(closed: int) -> None:
     def open_late() -> None:
-        time.sleep(0.7)
+        time.sleep(0.3)
         with socket.create_server(("127.0.0.1", closed)):
             done.wait(10)
 
@@ -73,7 +73,7 @@ def test_rank_0_may_come_later(closed: int) -> None:
 
 def test_refusals_are_told_after_a_while(closed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(way, "EARLY", 0.2)
-    reason, (alarm,), _ = wait(closed, 1.5)
+    reason, (alarm,), _ = wait(closed, 0.6)
     assert reason == REFUSED
     assert alarm.status == "warning"
     assert f"rank 3 on node1 (eth0 10.0.0.2) finds nobody at 127.0.0.1 port {closed}, leaving by lo" in alarm.what
@@ -81,7 +81,7 @@ def test_refusals_are_told_after_a_while(closed: int, monkeypatch: pytest.Monkey
 
 def test_silence_is_told_at_once_and_once(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(way, "ONE_TRY", 0.2)
-    reason, (alarm,), _ = wait(silent, 1.5)
+    reason, (alarm,), _ = wait(silent, 0.6)
     assert reason == "no answer within 0.2 s"
     assert alarm.status == "error"
     assert "rank 3 on node1 (eth0 10.0.0.2) cannot connect to 127.0.0.1" in alarm.what

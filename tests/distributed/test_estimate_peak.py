@@ -15,7 +15,7 @@ from lockstep.memory.activations import MemoryEstimate
 from lockstep.utils import estimate_memory
 from tests.unit.memory.peaks import CASES, LARGE, Case, loss
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def measure(*arguments: str, **environment: str) -> dict[str, int]:

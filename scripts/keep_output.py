@@ -1,4 +1,4 @@
-"""Run the tests of one tier, `soak` or `soak-long`, and keep their last output and the result in docs/.
+"""Run the tests of a make target that CI does not run, and keep their last output and the result in docs/.
 
 The page is written for a reader on another machine: no absolute paths, and enough about this one (cores, versions)
 to judge the timings.
@@ -11,6 +11,7 @@ import datetime
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,18 +20,22 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TIERS = {"soak": "soak and not soak_long", "soak-long": "soak_long"}
+TARGETS = {
+    "soak": ["-m", "soak and not soak_long", "-v"],
+    "soak-long": ["-m", "soak_long", "-v"],
+    "floor": ["tests/unit", "tests/distributed", "tests/faults"],
+}
 """Name of the make target and of the page -> which tests."""
-ARGUMENTS = ["-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder", "-v", "--durations=20"]
+ARGUMENTS = ["-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder", "--durations=20"]
 KEPT_LINES = 500
 NOTHING_SELECTED = 5  # pytest's exit code when no test matches
 
 
-def run(tier: str) -> tuple[int, list[str], float]:
+def run(target: str) -> tuple[int, list[str], float]:
     """Run pytest; show its output as it comes, and return its exit code, its lines, and the seconds it took."""
     started = time.monotonic()
     child = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-m", TIERS[tier], *ARGUMENTS],
+        [sys.executable, "-m", "pytest", *TARGETS[target], *ARGUMENTS],
         cwd=ROOT,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
@@ -60,15 +65,15 @@ def without_paths(line: str) -> str:
     return re.sub(r"pytest-of-[^/\s]+", "pytest", line)  # the folder is named after the user
 
 
-def page(tier: str, code: int, lines: list[str], seconds: float) -> str:
+def page(target: str, code: int, lines: list[str], seconds: float) -> str:
     """The page, as Markdown."""
     left_out = max(0, len(lines) - KEPT_LINES)
     note = f"The first {left_out} lines are left out.\n\n" if left_out else ""
     result = "passed" if code == 0 else f"FAILED (pytest exit code {code})"
     output = "\n".join(lines[left_out:]).replace("```", "'''")
     return (
-        f"# The last run of `make {tier}`\n\n"
-        f'- Command: `pytest -m "{TIERS[tier]}" {" ".join(ARGUMENTS)}`\n'
+        f"# The last run of `make {target}`\n\n"
+        f"- Command: `pytest {shlex.join([*TARGETS[target], *ARGUMENTS])}`\n"
         f"- Result: **{result}** after {datetime.timedelta(seconds=round(seconds))}\n"
         f"- Date: {datetime.date.today().isoformat()}\n"
         f"- On: {os.cpu_count()} cores, {platform.system()} {platform.machine()}, "
@@ -80,15 +85,15 @@ def page(tier: str, code: int, lines: list[str], seconds: float) -> str:
 def main() -> int:
     """Run, write the page, and pass pytest's exit code on."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tier", choices=TIERS)
-    tier = parser.parse_args().tier
-    target = ROOT / "docs" / f"{tier}.md"
-    code, lines, seconds = run(tier)
+    parser.add_argument("target", choices=TARGETS)
+    target = parser.parse_args().target
+    kept = ROOT / "docs" / f"{target}.md"
+    code, lines, seconds = run(target)
     if code == NOTHING_SELECTED:
-        print(f"No test is selected by {TIERS[tier]!r}: {target.name} is left as it is.", file=sys.stderr)
+        print(f"No test is selected: {kept.name} is left as it is.", file=sys.stderr)
     else:
-        target.write_text(page(tier, code, lines, seconds), encoding="utf-8")
-        print(f"Kept in {target.relative_to(ROOT)}.")
+        kept.write_text(page(target, code, lines, seconds), encoding="utf-8")
+        print(f"Kept in {kept.relative_to(ROOT)}.")
     return code
 
 
