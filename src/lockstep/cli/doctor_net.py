@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -160,7 +162,8 @@ def in_rank(
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     progress = _Progress()
     try:
-        report, _ = program.examine(options, said=progress.say, alarm=progress.alarm, own_findings=own_findings)
+        with _native_output_on_stderr():
+            report, _ = program.examine(options, said=progress.say, alarm=progress.alarm, own_findings=own_findings)
     except LockstepError as error:
         finding = program.cannot_start(error, rank)
         print("\n".join(table.lines([finding])), file=sys.stderr, flush=True)
@@ -172,6 +175,19 @@ def in_rank(
         code = 0
     program.finish(code)
     return code
+
+
+@contextmanager
+def _native_output_on_stderr() -> Iterator[None]:
+    """Keep stdout for the result: gloo of torch 2.9 prints there whom it is connected to."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _publish(report: Report, *, as_json: bool, page: Path | None, picture: Path | None, rates: bool) -> int:
