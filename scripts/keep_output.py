@@ -26,7 +26,7 @@ TARGETS = {
     "floor": ["tests/unit", "tests/distributed", "tests/faults"],
 }
 """Name of the make target and of the page -> which tests."""
-ARGUMENTS = ["-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder", "--durations=20"]
+ARGUMENTS = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "--durations=20"]
 KEPT_LINES = 500
 NOTHING_SELECTED = 5  # pytest's exit code when no test matches
 

@@ -85,7 +85,7 @@ def test_a_killed_rank_is_recovered_from_on_both_machines(two_machines: Machines
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(10, marks=pytest.mark.soak), pytest.param(50, marks=pytest.mark.soak_long)]
+    "kills", [pytest.param(10, marks=pytest.mark.soak), pytest.param(30, marks=pytest.mark.soak_long)]
 )
 def test_every_kill_is_recovered_from(two_machines: Machines, script: Path, tmp_path: Path, kills: int) -> None:
     restarts(two_machines, script, tmp_path / "marks", kills, 29617, 60.0 + 30.0 * kills)

@@ -47,7 +47,7 @@ def environment(folder: Path, extra: Mapping[str, str] | None = None) -> dict[st
         "LOCKSTEP_RUN_DIR": f"{folder}/run",
     }
     # Where no name server answers, torch's question for the name behind each address would take 5 s.
-    return {**kept, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1", **path, **(extra or {})}
+    return {**kept, "OMP_NUM_THREADS": "1", **path, **(extra or {})}
 
 
 def run(argv: list[str], env: Mapping[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:

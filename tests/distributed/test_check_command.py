@@ -41,7 +41,7 @@ def run(*words: str, folder: Path, env: Mapping[str, str] | None = None) -> Ende
         for name, value in os.environ.items()
         if not name.startswith(("LOCKSTEP_", "ACCELERATE_", "SLURM_", "OMPI_", "PMI_"))
     }
-    quick = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1", "HF_HOME": str(folder / "hf")}
+    quick = {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "hf")}
     done = subprocess.run(
         [sys.executable, *words],
         cwd=folder,

@@ -21,8 +21,7 @@ TWO = ("--cpu", "--num_processes", "2")
 
 def environment(folder: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in JOB}
-    # RES_OPTIONS: torch asks the name server for the name behind each address, which may be slow to answer.
-    own = {"LOCKSTEP_RUN_DIR": str(folder / "run"), "HF_HOME": str(folder), "RES_OPTIONS": "timeout:1 attempts:1"}
+    own = {"LOCKSTEP_RUN_DIR": str(folder / "run"), "HF_HOME": str(folder)}
     return {**kept, **own, **(extra or {})}
 
 

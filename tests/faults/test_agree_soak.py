@@ -10,7 +10,7 @@ from tests.faults import blocked, test_agree
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(20, marks=pytest.mark.soak), pytest.param(200, marks=pytest.mark.soak_long)]
+    "count", [pytest.param(20, marks=pytest.mark.soak), pytest.param(100, marks=pytest.mark.soak_long)]
 )
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("scenario", list(blocked.BLOCKED))

@@ -60,8 +60,8 @@ def test_when_restarts_are_used_up_the_last_failure_is_told(tmp_path: Path) -> N
     [
         pytest.param(2, 10, marks=pytest.mark.soak),
         pytest.param(4, 10, marks=pytest.mark.soak),
-        pytest.param(2, 100, marks=pytest.mark.soak_long),
-        pytest.param(4, 50, marks=pytest.mark.soak_long),
+        pytest.param(2, 140, marks=pytest.mark.soak_long),
+        pytest.param(4, 30, marks=pytest.mark.soak_long),
     ],
 )
 def test_every_kill_is_recovered_from(tmp_path: Path, ranks: int, kills: int) -> None:

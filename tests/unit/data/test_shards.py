@@ -157,7 +157,7 @@ def test_workers_lose_and_repeat_nothing_and_can_be_gone_on_from(**kind: Any) ->
 
 
 @pytest.mark.soak
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=30, deadline=None)
 @of_any_kind
 def test_workers_of_many_kinds(**kind: Any) -> None:
     check_workers(**kind)

@@ -535,7 +535,7 @@ def test_stacks_are_kept_of_one_rank_of_each_place() -> None:
 
 @pytest.mark.parametrize("fault", ["missing", "scattered", *in_soak("gone", "ops", "arguments", "none")])
 def test_thousands_of_ranks(fault: str) -> None:
-    """The bar is one second; three are allowed here."""
+    """The bar is one second; three are allowed here, of the processor: other tests want it too."""
     calls = STEP * 32
     boxes = []
     for rank in range(4096):
@@ -552,9 +552,9 @@ def test_thousands_of_ranks(fault: str) -> None:
             boxes.append(box(rank, [*calls, other], waits=40, world=4096))
         else:
             boxes.append(box(rank, [*calls, last], waits=40 + rank / 4096, world=4096))
-    start = time.perf_counter()
+    start = time.process_time()
     found = diagnose(boxes)
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
     if fault == "none":
         assert found is None
         return
