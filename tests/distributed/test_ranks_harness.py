@@ -23,6 +23,7 @@ import torch.distributed as dist
 from lockstep.testing import Outcome, Ranks, RanksFailed, close_pools, run_ranks
 from lockstep.testing.faults import FaultPlan, die, stall
 from lockstep.testing.outcome import in_order
+from tests.leaks import Snapshot
 
 VARIABLES = (
     "RANK",
@@ -437,3 +438,9 @@ def test_nothing_survives_a_parent_that_ends_or_is_killed(tmp_path: Path) -> Non
         finally:
             ends.kill()
             stalls.kill()
+
+
+def test_descriptors_of_ranks_that_other_tests_use_may_stay(tmp_path: Path) -> None:
+    before = Snapshot.take(tmp_path)
+    with Ranks(1):
+        assert before.left_behind(grace=0) == []

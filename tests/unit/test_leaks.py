@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.testing import Ranks
 from tests.leaks import Snapshot
 
 
@@ -86,12 +85,6 @@ def test_a_descriptor_whose_owner_is_collected_is_not(folder: Path) -> None:
     before = Snapshot.take(folder)
     Owner()
     assert before.left_behind() == []
-
-
-def test_descriptors_of_ranks_that_other_tests_use_may_stay(folder: Path) -> None:
-    before = Snapshot.take(folder)
-    with Ranks(1):
-        assert before.left_behind(grace=0) == []
 
 
 def test_variables_are_named_and_put_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ of_any_kind = given(
 )
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @of_any_kind
 def test_workers_lose_and_repeat_nothing_and_can_be_gone_on_from(**kind: Any) -> None:
     check_workers(**kind)
