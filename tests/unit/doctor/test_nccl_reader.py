@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lockstep.doctor.nccl import reader
@@ -43,6 +43,7 @@ def test_a_long_line_comes_in_pieces_of_one_number(tmp_path: Path) -> None:
 def test_the_same_lines_as_split_gives(lines: list[bytes], limit: int, block: int) -> None:
     clean = [bytes(byte for byte in line if 32 <= byte < 127) for line in lines]
     data = b"\n".join(clean)
+    assume(not data.startswith(b"BZh"))  # is refused as compressed
     before = reader.LIMIT, reader._BLOCK
     reader.LIMIT, reader._BLOCK = limit, block
     try:
