@@ -448,7 +448,7 @@ class Group:
             _immortalise(work)
         if self.generation:
             _immortalise(self._pg)
-        threads.rest(GOODBYE_PATIENCE)
+        threads.rest(GOODBYE_PATIENCE, unnamed="gloo" in (self.backend or "") and self.world_size > 1)
         self._abandoned.clear()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()

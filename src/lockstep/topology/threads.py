@@ -18,23 +18,24 @@ _RESTS = 3
 """Looks in a row at which every worker must rest: one may sleep for an instant on a lock."""
 
 
-def rest(patience: float) -> bool:
-    """Wait until gloo's workers have nothing to do; False when one still has after ``patience`` seconds."""
+def rest(patience: float, unnamed: bool) -> bool:
+    """Wait until gloo's workers have nothing to do; False when one still has after ``patience`` seconds.
+
+    ``unnamed``: there are workers, so where none has their name (torch 2.9) every thread counts that Python did not
+    start. Without gloo that would be a user's own thread, and nobody's exit should wait for it.
+    """
     deadline = time.monotonic() + patience
     rests = 0
     while rests < _RESTS:
         if time.monotonic() > deadline:
             return False
-        rests = 0 if _any_busy() else rests + 1
+        rests = 0 if _any_busy(unnamed) else rests + 1
         time.sleep(0.001)  # leaves the GIL to them
     return True
 
 
-def _any_busy() -> bool:
-    """Whether a worker runs or is about to (Linux; False where /proc is absent).
-
-    In older torch (2.9) workers have no name of their own: there every thread counts that Python did not start.
-    """
+def _any_busy(unnamed: bool) -> bool:
+    """Whether a worker runs or is about to (Linux; False where /proc is absent)."""
     running: dict[int, tuple[str, bool]] = {}
     with suppress(OSError):
         for task in os.listdir("/proc/self/task"):
@@ -43,7 +44,7 @@ def _any_busy() -> bool:
                 name, fields = rest_of_line.rsplit(")", 1)
                 running[int(task)] = name, fields.split()[0] == "R"
     named = [runs for name, runs in running.values() if name == _WORKER]
-    if named:
+    if named or not unnamed:
         return any(named)
     own = {thread.native_id for thread in threading.enumerate()}
     return any(runs for task, (_, runs) in running.items() if task not in own)
