@@ -377,9 +377,8 @@ class Accelerator(Prepares, Talk, SavesModels):
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         box = self._group.box
-        # Which batch of the epoch it is of is the same on all ranks, unless one of them has skipped an update.
         loader = accumulation.loaders[-1] if accumulation.loaders else None
-        number = self._strategy.enter_backward(loader.turn if isinstance(loader, PreparedDataLoader) else None)
+        number = self._strategy.enter_backward(loss, loader.turn if isinstance(loader, PreparedDataLoader) else 0)
         if number < 0:
             box.phase("backward, not averaging")
         clock = self._group.clock

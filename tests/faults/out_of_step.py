@@ -113,7 +113,7 @@ if SCENARIO == "fewer batches of its own":
 def loss_of(batch: torch.Tensor, step: int) -> torch.Tensor:
     if comes("raises and swallows it", step):
         raise ValueError("sample 11 is broken")
-    return model(batch).sum()
+    return model(batch).sum()  # mark: forward
 
 
 def train() -> None:
@@ -142,8 +142,13 @@ def train() -> None:
             loss = loss_of(batch, step)
         except ValueError:
             continue
+        if comes("skips a NaN loss", step):
+            continue
         accelerator.backward(loss)  # mark: backward
-        optimizer.step()
+        if comes("skips a step", step):
+            optimizer.zero_grad()
+            continue
+        optimizer.step()  # mark: step
         optimizer.zero_grad()
     if odd and SCENARIO.startswith("fewer batches"):
         fault()

@@ -39,11 +39,28 @@ class Stop:
 
 
 FIRST = {"lockstep": r"Rank \d+ on \S+ \(pid \d+\) failed first, at \S*out_of_step.py:\d+ in"}
+ONE_LESS = [
+    "called different operations",
+    f"- Process $other: backward at \\S*{AT['backward']}",
+    f"- Process $last: wait_for_everyone at \\S*{AT['end']}",
+]
 SKIPPED = [
-    "the processes are at different batches: one has skipped an update",
+    *ONE_LESS,
+    r"Likely cause: At backward #3 rank $last was at batch 4 of its loader, the others at batch 3: it went on to the "
+    "next batch without a backward, by .* an exception that was caught",
+    "Fix: Let all ranks decide alike",
+]
+SKIPPED_LOSS = [
+    *ONE_LESS,
+    f"Likely cause: Rank $last called the model at \\S*{AT['forward']} and left out its backward after 2 updates: a "
+    r"`continue` \(a NaN loss that is skipped, say\)",
+    "Fix: Let all ranks decide alike",
+]
+SKIPPED_STEP = [
+    "Cannot reduce gradients because optimizers have made more steps on some processes",
+    r"Optimizer steps: - Process $other: after 3 optimizer steps - Process $last: after 2 optimizer steps",
     f"- Process $other: backward at \\S*{AT['backward']} - Process $last: backward at \\S*{AT['backward']}",
-    r"- Process $other: batch 3 - Process $last: batch 4",
-    r"Likely cause: The ranks would average gradients of different batches: .* an exception that was caught",
+    f"Likely cause: Rank $last left out optimizer step 3, which ranks? $other[-, \\d]* made at \\S*{AT['step']}",
     "Fix: Let all ranks decide alike",
 ]
 LEFT = [
@@ -151,6 +168,8 @@ STOPS = [
     Stop(scenario="leaves the loop early", code=1, says=LEFT, first=FIRST),
     Stop(scenario="fewer batches", code=1, says=LEFT, first=FIRST),
     Stop(scenario="skips an update", code=1, says=SKIPPED, first=FIRST),
+    Stop(scenario="skips a NaN loss", code=1, says=SKIPPED_LOSS, first=FIRST),
+    Stop(scenario="skips a step", code=1, says=SKIPPED_STEP, first=FIRST),
     Stop(scenario="raises and swallows it", code=1, says=SKIPPED, first=FIRST),
     Stop(
         scenario="raises",

@@ -31,6 +31,7 @@ _PACK = layout.RECORD_OF_CALL.pack_into
 _EVENTS = layout.EVENTS
 _EVENT_MASK = layout.EVENT_SLOTS - 1
 _ENTERED, _LEFT = layout.ENTERED, layout.LEFT
+_OPTIMIZER_STEPS = layout.OPTIMIZER_STEPS
 _MAX_PASSED = 4096
 _MAX_CALLS = 1024
 _DIGESTED = 200
@@ -47,9 +48,18 @@ class NoBox:
         self.reason = reason
         """Why there is no box."""
 
-    def enter(self, name: str, signature: Hashable = None, depth: int = 1) -> int:
+    def enter(self, name: str, signature: Hashable = None, depth: int = 1, steps: int = 0, batch: int = 0) -> int:
         """See ``Box``."""
         return 0
+
+    def forward(self, depth: int = 1) -> None:
+        """See ``Box``."""
+
+    def answered(self) -> None:
+        """See ``Box``."""
+
+    def stepped(self, depth: int = 1) -> None:
+        """See ``Box``."""
 
     def leave(self, seq: int, refused: bool = False) -> None:
         """See ``Box``."""
@@ -57,7 +67,7 @@ class NoBox:
     def refuse(self) -> None:
         """See ``Box``."""
 
-    def meet(self, peers: Peers | None, refuse: Callable[[int, int], None]) -> None:
+    def meet(self, peers: Peers | None, refuse: Callable[[str, int, int], None]) -> None:
         """See ``Box``."""
 
     def phase(self, name: str, site: bool = False) -> float:
@@ -126,13 +136,14 @@ class Box(NoBox):
         self.path = path
         """Where the file is."""
         self._peers: Peers | None = None
-        self._refuse_with: Callable[[int, int], None] = lambda number, rank: None
+        self._refuse_with: Callable[[str, int, int], None] = lambda name, number, rank: None
         self._attach(buffer)
         self._names = TextTable(layout.NAMES)
         self._sites = TextTable(layout.SITES)
         self._signatures = TextTable(layout.SIGNATURES)
         for nothing in (None, "", ()):
             self._signatures.known[nothing] = (layout.ANY, layout.NOWHERE, None)
+        self._signatures.known[_OPTIMIZER_STEPS] = (layout.ANY, layout.STEPS, None)
         self._passed: dict[int, CodeType] = {}
         self._calls: dict[tuple[int | None, str, Hashable], tuple[bytes, int, int]] = {}
         self._siteless: dict[str, bytes] = {}
@@ -192,12 +203,14 @@ class Box(NoBox):
 
     # ------------------------------------------------------------ collectives
 
-    def enter(self, name: str, signature: Hashable = None, depth: int = 1) -> int:
+    def enter(self, name: str, signature: Hashable = None, depth: int = 1, steps: int = 0, batch: int = 0) -> int:
         """A collective begins; its number among those of this generation, for ``leave``.
 
         ``signature`` is what must agree between the ranks, a text or a tuple; nothing or empty where they may differ.
         The user's line is looked for from the caller outwards, or from its caller (``depth`` 2), and so on. Raises what
-        the other end of ``meet`` raises when a peer means another collective by the same number.
+        the other end of ``meet`` raises when a peer means another collective by the same number. With the signature
+        ``OPTIMIZER_STEPS`` it is ``steps`` that must agree. ``batch``, the loader's place, is recorded and never
+        compared.
 
         One that begins inside another is a part of it and has no number: it gives 0. Another thread than the one that
         entered first gives -1 and is not recorded: its collectives are in no order with these.
@@ -220,7 +233,10 @@ class Box(NoBox):
         number = self._number = self._number + 1
         stamp = self._base + number
         slot = (number & _EVENT_MASK) * 64
-        _PACK(self._buffer, _EVENTS + slot, stamp, constant, monotonic(), self._step, stamp)
+        if signature is _OPTIMIZER_STEPS:
+            signature_hash = layout.steps_word(steps)
+            constant = constant[:8] + signature_hash.to_bytes(8, sys.byteorder) + constant[16:]
+        _PACK(self._buffer, _EVENTS + slot, stamp, constant, monotonic(), self._step + (batch << 32), stamp)
         self._words[_ENTERED] = stamp
         self._depth = 1
         peers = self._peers
@@ -237,11 +253,14 @@ class Box(NoBox):
                     return number
             other = peers.compare(number)
             if other is not None:
-                self._refuse_with(number, other)
+                self._refuse_with(name, number, other)
         return number
 
-    def meet(self, peers: Peers | None, refuse: Callable[[int, int], None]) -> None:
-        """Compare each collective with what these peers have entered; ``refuse`` gets its number and the other rank."""
+    def meet(self, peers: Peers | None, refuse: Callable[[str, int, int], None]) -> None:
+        """Compare each collective with what these peers have entered.
+
+        ``refuse`` gets the name and number of one that differs, and the other rank.
+        """
         self._peers, self._refuse_with = peers, refuse
 
     def leave(self, seq: int, refused: bool = False) -> None:
@@ -296,6 +315,41 @@ class Box(NoBox):
     def recovering(self, inside: bool) -> None:
         """Whether the rank is in a scope that survives failures."""
         self._words[layout.RECOVERING] = 1 if inside else 0
+
+    # ------------------------------------------------------------ training
+
+    def forward(self, depth: int = 1) -> None:
+        """A model is called whose backward will reduce gradients. One that was called before got none."""
+        words = self._words
+        if words[layout.PENDING]:
+            self._skip()
+        words[layout.CALLED], words[layout.CALLED + 1] = self._line(depth + 1)
+        words[layout.PENDING] = 1
+
+    def answered(self) -> None:
+        """The backward of what was called has begun."""
+        self._words[layout.PENDING] = 0
+
+    def stepped(self, depth: int = 1) -> None:
+        """An optimizer has updated parameters that were reduced."""
+        self._words[layout.STEPPED], self._words[layout.STEPPED + 1] = self._line(depth + 1)
+
+    def _skip(self) -> None:
+        words = self._words
+        if not words[layout.SKIPPED]:
+            words[layout.SKIPPED_STEP] = words[layout.STEP]
+            words[layout.SKIPPED_AT : layout.SKIPPED_AT + 2] = words[layout.CALLED : layout.CALLED + 2]
+        words[layout.SKIPPED] += 1
+
+    def _line(self, depth: int) -> tuple[int, int]:
+        """Hash and place of the user's line."""
+        try:
+            frame: Any = _frame_at(depth)
+            while id(frame.f_code) in self._passed:
+                frame = frame.f_back
+            return self._sites.known[(id(frame.f_code) << 24) + frame.f_lasti][:2]
+        except Exception:  # new here, or no frame
+            return self._find_site(depth + 1)[1:]
 
     # ------------------------------------------------------------ from the reporter's thread
 

@@ -34,7 +34,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-VERSION = 3
+VERSION = 4
 """Changes with the layout: a reader does not touch a box of another version."""
 WORD = 8
 NUMBER_BITS = 40
@@ -44,6 +44,10 @@ ANY = 1
 """The signature hash of an operation whose arguments may differ. Not 0: no field of a whole record is."""
 NOWHERE = 0xFFFF
 """The place of a text that is empty or that was not asked for."""
+STEPS = 0xFFFE
+"""The place of a signature that is not a text but a number of optimizer steps, which stands where its hash would."""
+OPTIMIZER_STEPS = "optimizer steps"
+"""Such a signature, as it is passed to ``Box.enter``."""
 
 # ---------------------------------------------------------------- records
 
@@ -72,6 +76,7 @@ HEADER = 0
 HEADER_SIZE = 1024
 LIVE = 1024
 SIDE = LIVE + 64
+TRAINING = SIDE + 64
 PHASES, PHASE_SLOTS = 1280, 4
 CLOSING, CLOSING_ROOM = 1536, 504
 RAWS, RAW_SIZE, RAW_SLOTS = 2048, 1024, 2
@@ -82,6 +87,9 @@ TEXTS = PACES + PACE_SLOTS * PACE.size
 # Words of the live and side parts.
 ENTERED, LEFT, STEP, RECOVERING, PHASE_COUNT, PACE_COUNT = range(LIVE // WORD, LIVE // WORD + 6)
 BEAT = SIDE // WORD
+# Of the training: where the optimizer stepped last; where the model was called last, and whether its backward is still
+# to come; how many calls got none, at which update the first of them, and where. A line is a hash and a place.
+STEPPED, CALLED, PENDING, SKIPPED, SKIPPED_STEP, SKIPPED_AT = (TRAINING // WORD + word for word in (0, 2, 4, 5, 6, 7))
 EVENT_WORDS = EVENTS // WORD
 
 CLOSED = {0: "", 1: "finished", 2: "failed"}
@@ -204,6 +212,11 @@ def this_machine() -> str:
 
 
 # ---------------------------------------------------------------- texts
+
+
+def steps_word(count: int) -> int:
+    """A number of steps as the signature of a record: never 0, ``ANY``, or the hash of a text."""
+    return count + 1 << 2
 
 
 def hash_text(text: str) -> int:

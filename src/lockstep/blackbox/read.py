@@ -125,6 +125,7 @@ def _look(file: int, history: int, final: bool) -> tuple[Header, Snapshot] | Non
         inside = False
     phase, place, since = _phase(data)
     code, words = _closing(data)
+    texts = _Texts(data)
     (beat,) = _double.unpack_from(data, layout.BEAT * 8)
     return header, Snapshot(
         rank=header.rank,
@@ -146,6 +147,11 @@ def _look(file: int, history: int, final: bool) -> tuple[Header, Snapshot] | Non
         phase_site=place,
         phase_since=since,
         step=_at(data, layout.STEP),
+        stepped_at=_line(texts, layout.STEPPED),
+        skipped=_at(data, layout.SKIPPED),
+        skipped_step=_at(data, layout.SKIPPED_STEP),
+        skipped_at=_line(texts, layout.SKIPPED_AT),
+        pending_at=_line(texts, layout.CALLED) if _at(data, layout.PENDING) else "",
         raw=_raw(data),
         history=past,
         beat=beat,
@@ -186,7 +192,7 @@ def _record(texts: _Texts, slot: int, stamp: int) -> Op | None:
     fields = layout.RECORD.unpack_from(texts.data, slot)
     if fields[0] != stamp or fields[-1] != stamp or not all(fields):
         return None
-    _, name_hash, signature_hash, site_hash, name_place, signature_place, site_place, flag, since, _, _ = fields
+    _, name_hash, signature_hash, site_hash, name_place, signature_place, site_place, flag, since, counts, _ = fields
     name = texts.find(layout.NAMES, name_place, name_hash)
     if name is None:
         return None
@@ -194,11 +200,19 @@ def _record(texts: _Texts, slot: int, stamp: int) -> Op | None:
     return Op(
         seq=stamp & layout.NUMBER_MASK,
         name=name,
-        signature=texts.find(layout.SIGNATURES, signature_place, signature_hash) or "",
+        signature=_steps(signature_hash)
+        if signature_place == layout.STEPS
+        else texts.find(layout.SIGNATURES, signature_place, signature_hash) or "",
         site=texts.find(layout.SITES, site_place, site_hash) or "",
         since=since,
         refused=flag == layout.REFUSED,
+        batch=counts >> 32,
     )
+
+
+def _steps(word: int) -> str:
+    count = (word >> 2) - 1
+    return f"after {count} optimizer step{'s' * (count != 1)}"
 
 
 class _Texts:
@@ -225,6 +239,12 @@ class _Texts:
             return None
         begin = start + 2 * layout.WORD
         return self.data[begin : begin + length].decode(errors="replace")
+
+
+def _line(texts: _Texts, word: int) -> str:
+    """A line that stands as hash and place."""
+    mark, place = _at(texts.data, word), _at(texts.data, word + 1)
+    return texts.find(layout.SITES, place, mark) or "" if mark else ""
 
 
 def _phase(data: bytes) -> tuple[str, str, float]:

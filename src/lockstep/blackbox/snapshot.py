@@ -24,6 +24,8 @@ class Op:
     """When it was entered, in seconds of this machine's monotonic clock."""
     refused: bool = False
     """Whether it ended with an error on this rank: nothing that it would have brought was used."""
+    batch: int = 0
+    """Batches that the loader had given out by then, of a backward; 0 where that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,16 @@ class Snapshot:
     """Since when."""
     step: int = 0
     """Updates made."""
+    stepped_at: str = ""
+    """The user's line where an optimizer made its latest step."""
+    skipped: int = 0
+    """Forwards of a training that got no backward."""
+    skipped_step: int = 0
+    """Updates made before the first of them."""
+    skipped_at: str = ""
+    """The user's line of that forward."""
+    pending_at: str = ""
+    """The user's line of a forward whose backward has not begun yet."""
     raw: Raw | None = None
     """Torch's own collective that it is in right now."""
     history: tuple[Op, ...] = field(default=())

@@ -16,7 +16,7 @@ from lockstep.checkpoint import commit, exchange, find, load, save, state
 from lockstep.checkpoint.background import Background, Bar
 from lockstep.checkpoint.disk import Disk
 from lockstep.checkpoint.load import Outcome, Request
-from lockstep.checkpoint.save import Site, Wish
+from lockstep.checkpoint.save import Mark, Site, Wish
 from lockstep.checkpoint.state import Content, Objects
 from lockstep.checkpoint.wrappers import inner_model
 from lockstep.errors import ConfigError
@@ -62,7 +62,7 @@ class Keeper:
         with self._in_phase("checkpoint"):
             talk = exchange.by_collective(group)
             save.begin(site, talk)
-            mark = (*group.box.mark()[:2], group.box.digest())
+            mark = self._mark()
             content, failure = Content(), None
             try:
                 content = self._capture(site)
@@ -83,7 +83,7 @@ class Keeper:
         site: Site,
         content: Content,
         talk: exchange.Exchange,
-        mark: tuple[int, int, int],
+        mark: Mark,
         failure: Exception | None,
     ) -> None:
         bar = Bar(f"saving {site.place.name}", content.nbytes(), self._owner._topology.is_main)
@@ -92,6 +92,12 @@ class Keeper:
             save.finish(site, content, talk, mark, failure)
         finally:
             bar.close()
+
+    def _mark(self) -> Mark:
+        owner, box = self._owner, self._owner._group.box
+        generation, number, _ = box.mark()
+        names, sums = owner._strategy.checksums()
+        return Mark(generation=generation, number=number, digest=box.digest(), checksums=sums, names=tuple(names))
 
     def _capture(self, site: Site) -> Content:
         owner, objects = self._owner, self._objects()
@@ -119,6 +125,7 @@ class Keeper:
         with self._in_phase("loading a checkpoint"):
             talk = exchange.by_collective(owner._group)
             outcome = load.load(request, self._objects(), owner._topology, talk, self._to_load)
+            owner._strategy.restart()
         notices = get_notices("lockstep.checkpoint")
         if outcome is None:
             notices.info(f"There is no checkpoint in {request.place} yet: starting from the beginning.")

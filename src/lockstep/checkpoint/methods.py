@@ -77,6 +77,7 @@ class SavesState:
     _group: Group
     _topology: Topology
     _models: list[nn.Module]
+    _strategy: Any
     _optimizers: list[Any]
     _schedulers: list[Any]
     _dataloaders: list[Any]

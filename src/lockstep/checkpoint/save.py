@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from lockstep.checkpoint.exchange import Exchange
 from lockstep.checkpoint.hashing import HashedFile
 from lockstep.checkpoint.manifest import Entry, Manifest
 from lockstep.checkpoint.state import STATE, Content, numbered_name
+from lockstep.comm import replicas
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.rundir.ranks import name_ranks
@@ -139,19 +140,32 @@ def checkpoints_folder(project: ProjectConfiguration) -> Path:
 # ---------------------------------------------------------------- writing
 
 
-def finish(
-    site: Site, content: Content, exchange: Exchange, mark: tuple[int, int, int], failure: Exception | None = None
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Where a rank was when its state was taken: the same on all ranks, or their states do not fit together."""
+
+    generation: int = 0
+    number: int = 0
+    """Of its last collective; 0 when its disk has no room for a black box, which counts them."""
+    digest: int = 0
+    """Of what its latest collectives were."""
+    checksums: bytes = b""
+    """Of the parameters that must be the same on all ranks; empty where none must be."""
+    names: tuple[str, ...] = ()
+    """Of these parameters."""
+
+
+def finish(site: Site, content: Content, exchange: Exchange, mark: Mark, failure: Exception | None = None) -> None:
     """Called on: all ranks. Write, agree that all have, and give the folder its name.
 
-    ``mark`` is the generation, the number of the last collective of this rank when its state was taken, and what its
-    latest ones were; ``failure`` says why it could not be.
+    ``mark`` says where this rank was when its state was taken; ``failure`` says why it could not be.
     """
     try:
         answer = _attempt(lambda: _write(site, content)) if failure is None else _failed(failure)
-        told = exchange((site.house, answer, mark), "agreeing that a checkpoint is written")
+        told = exchange((site.house, answer, replace(mark, names=())), "agreeing that a checkpoint is written")
         _raise_failures(site, [answer for _, answer, _ in told], "failed to write its part")
         _compare_marks(site, [mark for _, _, mark in told])
+        _compare_replicas(site, [mark.checksums for _, _, mark in told], mark.names)
         entries = {name: entry for house, part, _ in told if house == site.house for name, entry in part.items()}
         answer = _attempt(lambda: _commit(site, entries, content) if site.is_home else None)
         done = exchange(answer, "agreeing that a checkpoint is in its place")
@@ -223,29 +237,43 @@ def _write_files(site: Site, content: Content, sink: HashingSink) -> None:
             file.write(json.dumps(content.counters, indent=1).encode())
 
 
-def _compare_marks(site: Site, marks: list[tuple[int, int, int]]) -> None:
+def _compare_marks(site: Site, marks: list[Mark]) -> None:
     """Ranks that have entered other collectives than the rest are not at the same step: their states do not fit.
 
     Within a machine each collective was compared before it ran. Between machines a difference that neither blocked nor
     crashed shows here.
     """
-    known = [mark for mark in marks if mark[1]]  # a rank whose disk has no room for a black box counts nothing
+    places = [(mark.generation, mark.number, mark.digest) for mark in marks]
+    known = [place for place in places if place[1]]
     if len(set(known)) <= 1:
         return
     usual = max(known, key=known.count)
-    strangers = [rank for rank, mark in enumerate(marks) if mark[1] and mark != usual]
-    if all(marks[rank][:2] == usual[:2] for rank in strangers):
+    strangers = [rank for rank, place in enumerate(places) if place[1] and place != usual]
+    if all(places[rank][:2] == usual[:2] for rank in strangers):
         raise CheckpointError(
             f"The checkpoint {site.place} was not committed: {name_ranks(strangers)} called other collectives than the "
             "rest, or the same with other shapes or dtypes. What they returned was wrong, so the state cannot be "
             "trusted. Load an older checkpoint; Accelerator(debug=True) finds the call."
         )
-    counts = "; ".join(f"rank {rank} has entered {marks[rank][1]}" for rank in strangers)
+    counts = "; ".join(f"rank {rank} has entered {places[rank][1]}" for rank in strangers)
     raise CheckpointError(
         f"The checkpoint {site.place} was not committed: the ranks are not at the same place. {counts} collectives, "
         f"the others {usual[1]}: {name_ranks(strangers)} called something the others did not, or left something out. "
         "Call every collective, and save_state(), on all ranks alike; Accelerator(debug=True) finds the call."
     )
+
+
+def _compare_replicas(site: Site, packed: list[bytes], names: tuple[str, ...]) -> None:
+    """A checkpoint has the weights of one rank: the others would go on from weights that they never had."""
+    found = [replicas.Checksums.unpack(data) for data in packed]
+    of_ranks = {rank: sums for rank, sums in enumerate(found) if sums is not None}
+    differs = replicas.difference(of_ranks, names) if len(of_ranks) == len(packed) else None
+    if differs is not None:
+        raise CheckpointError(
+            f"The checkpoint {site.place} was not committed: the weights are not the same on all ranks: {differs}. "
+            "Look for an optimizer that was not passed to prepare() or steps on some ranks only, and for code that "
+            "writes weights on one rank; LOCKSTEP_REPLICA_CHECK_STEPS=1 finds the step. Then load an older checkpoint."
+        )
 
 
 def _commit(site: Site, entries: dict[str, Entry], content: Content) -> None:

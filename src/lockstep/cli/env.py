@@ -50,6 +50,7 @@ _DEFAULTS = {
     "numerics_record": "no",
     "nan_policy": "warn",
     "stall_seconds": "30",
+    "replica_check_steps": "500",
     "log_level": "as the script sets it",
     "dynamo_backend": "no",
 }
@@ -439,6 +440,7 @@ def _check(setting: str, text: str, variable: str) -> None:
         "numerics_record": parse_recording,
         "nan_policy": NanPolicy.parse,
         "stall_seconds": env.parse_int,
+        "replica_check_steps": env.parse_int,
         "debug": lambda text, variable: settings.read_debug(None, {variable: text}),
         "dynamo_backend": DynamoBackend.parse,
         **dict.fromkeys(("device", "log_level", "dynamo_mode"), lambda text, _: text),

@@ -26,6 +26,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
     "numerics_record": ("LOCKSTEP_NUMERICS_RECORD",),
     "nan_policy": ("LOCKSTEP_NAN_POLICY",),
     "stall_seconds": ("LOCKSTEP_STALL_SECONDS",),
+    "replica_check_steps": ("LOCKSTEP_REPLICA_CHECK_STEPS",),
     "log_level": ("LOCKSTEP_LOG_LEVEL", "ACCELERATE_LOG_LEVEL"),
     "dynamo_backend": ("LOCKSTEP_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_BACKEND"),
     "dynamo_mode": ("LOCKSTEP_DYNAMO_MODE", "ACCELERATE_DYNAMO_MODE"),

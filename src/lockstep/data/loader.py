@@ -27,10 +27,6 @@ Item = tuple[Any, Round, bool]
 """A batch, its round, and whether it is this rank's last."""
 
 
-_TURNS = 64
-"""Enough to tell a batch from the next ones, and few enough for their names to be known to the black box."""
-
-
 class Epoch:
     """How often a loader has been iterated; shared with the loaders that skip some of its batches."""
 
@@ -78,7 +74,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self._synchronize = synchronize
         self._epoch = Epoch()
         self.turn = 0
-        """Which batch of the epoch is being worked on, counted modulo `_TURNS`."""
+        """Which batch of the epoch is being worked on, counted from 1."""
         self.current: Round | None = None
         """What all ranks hold of the batch being worked on."""
         self.places: list[int] | None = None
@@ -209,7 +205,7 @@ class PreparedDataLoader(DataLoader[Any]):
         asked = box.phase("data")
         try:
             for batch, round_, last in self._dispatched() if self.dispatched else self._ahead():
-                self.turn = (self.turn + 1) % _TURNS
+                self.turn += 1
                 self.current = round_
                 if audit is not None:
                     audit.saw(round_, self._group.rank)

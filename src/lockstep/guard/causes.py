@@ -24,7 +24,7 @@ EVEN = (
     "accelerator.join_uneven_inputs([model])."
 )
 _FOLLOWER = re.compile(r"PeerFailure|gloo|nccl|connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
-_BATCH = re.compile(r"batch \d+")
+_STEPS = re.compile(r"after (\d+) optimizer steps?")
 _SHAPE = re.compile(r"[\[(][\d, x]*[\])]")
 _DTYPE = re.compile(r"\b(torch\.)?(b?float|u?int|complex|bool|half|double|long)\d*\w*\b")
 
@@ -157,9 +157,9 @@ def _sentence(text: str) -> str:
 
 
 def what_differs(signatures: Sequence[str]) -> str:
-    """ "shapes", "dtypes", "structures", or "batches" where the ranks average the gradients of different ones."""
-    if all(_BATCH.fullmatch(signature) for signature in signatures):
-        return "batches"
+    """ "shapes", "dtypes", "structures", or "steps" where optimizers have made more of them on some ranks."""
+    if all(_STEPS.fullmatch(signature) for signature in signatures):
+        return "steps"
     if len({_DTYPE.sub("t", _SHAPE.sub("s", signature)) for signature in signatures}) > 1:
         return "structures"
     if len({tuple(_SHAPE.findall(signature)) for signature in signatures}) > 1:
@@ -170,13 +170,6 @@ def what_differs(signatures: Sequence[str]) -> str:
 def different_arguments(op: Op, what: str) -> Why:
     """One call, whose arguments do not fit together."""
     name = op.name.partition("(")[0].strip()
-    if what == "batches":
-        return Why(
-            cause="The ranks would average gradients of different batches: one that is further has left an update out, "
-            "by a `continue` (a NaN loss that is skipped, say), a condition that holds on that rank only, or an "
-            "exception that was caught and passed over.",
-            fix=TOGETHER,
-        )
     if what == "shapes":
         return Why(
             cause=f"{name} needs the same shape on every rank. Often the last batch is smaller on one rank, or "
@@ -193,6 +186,23 @@ def different_arguments(op: Op, what: str) -> Why:
         cause=f"{name} needs the same structure on every rank: as many tensors, under the same keys, in the same "
         "order. Often a key is added on one rank only.",
         fix="Build the same dict, list or tuple on every rank; fill what a rank does not have with zeros.",
+    )
+
+
+def different_steps(calls: Sequence[tuple[Snapshot, Op]]) -> Why:
+    """One reduction of gradients, before which optimizers have made more steps on some ranks."""
+    counts = {box.rank: int(found[1]) for box, op in calls if (found := _STEPS.fullmatch(op.signature))}
+    most = max(counts.values())
+    fewer = [rank for rank, count in counts.items() if count < most]
+    ahead = [rank for rank, count in counts.items() if count == most]
+    line = next((box.stepped_at for box, _ in calls if box.rank in ahead and box.stepped_at), "")
+    left_out = min(counts[rank] for rank in fewer) + 1
+    return Why(
+        cause=f"{_sentence(name_ranks(fewer, RANGES))} left out optimizer step {left_out}, which "
+        f"{name_ranks(ahead, RANGES)} made{f' at {line}' if line else ''}: a `continue` after backward (zero_grad() "
+        "and on to the next batch, say), a condition that holds on that rank only, or an exception that was caught. "
+        "The weights differ since.",
+        fix=f"{TOGETHER} Then load the last checkpoint: the weights are no longer the same on all ranks.",
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lockstep.blackbox.snapshot import Op, Snapshot
-from lockstep.guard import causes
+from lockstep.guard import causes, skips
 from lockstep.guard.diagnosis import Diagnosis, Place
 from lockstep.guard.job import Job, is_gone, raw_waited, waited
 from lockstep.guard.whereabouts import by_place, ending, label, raw_name, span, state, whereabouts
@@ -69,6 +69,11 @@ def _finding(
         headline = f"{headline.rstrip('.')}, while the process group is being formed again."
     # Where the calls themselves differ, the lines say nothing more.
     apart = job.apart if not kind.startswith("different") else ()
+    skip = None
+    if any(place.doing.partition(" in ")[2].startswith(skips.REDUCTION) for place in waiting):
+        skip = skips.explain_skip(job.members, job.histories) if kind != "different arguments" else None
+    if skip is not None:
+        why, apart = (causes.recovering(skip) if any(box.recovering for box in involved) else skip), ()
     return Diagnosis(
         kind=kind,
         certain=certain,
@@ -79,6 +84,7 @@ def _finding(
         together=together,
         cause=f"{why.cause} {causes.apart(apart)}" if apart else why.cause,
         fix=why.fix,
+        recorded=skip is not None,
         seconds=seconds,
         stacks=job.stacks((*missing, *waiting)),
     )
@@ -105,8 +111,12 @@ def _different(job: Job) -> Diagnosis | None:
     else:
         op = calls[0][1]
         what = causes.what_differs([op.signature for _, op in calls if op.signature])
-        why = causes.different_arguments(op, what)
-        headline = f"The ranks called {label(op)} with different {what}."
+        if what == "steps":
+            why = causes.different_steps(calls)
+            headline = f"Gradients were reduced in {label(op)} after different numbers of optimizer steps."
+        else:
+            why = causes.different_arguments(op, what)
+            headline = f"The ranks called {label(op)} with different {what}."
     return _finding(
         job,
         kind=kind,

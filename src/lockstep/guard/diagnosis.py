@@ -42,6 +42,8 @@ class Diagnosis:
     """What it most likely comes from."""
     fix: str = ""
     """What to do."""
+    recorded: bool = False
+    """Whether the boxes themselves show the cause: then the script is not searched for one."""
     seconds: float = 0.0
     """How long the first has waited."""
     stacks: dict[int, tuple[str, ...]] = field(default_factory=dict)

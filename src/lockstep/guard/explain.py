@@ -86,7 +86,7 @@ def _trains(loop: Loop, place: Place, source: Reader) -> bool:
 
 
 def _why(diagnosis: Diagnosis, source: Reader) -> causes.Why | None:
-    if diagnosis.kind in ("different arguments", "all wait"):
+    if diagnosis.recorded or diagnosis.kind in ("different arguments", "all wait"):
         return None
     settings = {place: _on_the_way(place, diagnosis, source) for place in (*_calls(diagnosis), *diagnosis.missing)}
     if diagnosis.kind in ("different ops", "raw"):

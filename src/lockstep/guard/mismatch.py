@@ -32,8 +32,8 @@ def mismatch(folder: Path, rank: int, number: int, other: int) -> DistributedOpe
     lines = ["", "", _headline(ops[rank], ops[other]), ""]
     names = sorted({op.name for op in ops.values()})
     lines.append(f"Operation: `{' / '.join(f'lockstep.{name}' for name in names)}`")
-    lines.append("Input shapes:")
-    lines += [f"  - Process {who}: {op.signature or 'no tensors'}" for who, op in sorted(ops.items())]
+    lines.append("Optimizer steps:" if names == ["backward"] else "Input shapes:")
+    lines += [f"  - Process {who}: {_arguments(op, names)}" for who, op in sorted(ops.items())]
     lines.append("Called at:")
     lines += [f"  - Process {who}: {op.name} at {op.site}" for who, op in sorted(ops.items())]
     found = diagnose(job, blocked_for=0.0)
@@ -43,13 +43,18 @@ def mismatch(folder: Path, rank: int, number: int, other: int) -> DistributedOpe
     return DistributedOperationException("\n".join(lines))
 
 
+def _arguments(op: Op, names: list[str]) -> str:
+    # How many steps came before a backward is no argument of it.
+    return op.signature if op.signature and (op.name != "backward" or len(names) == 1) else "no tensors"
+
+
 def _headline(mine: Op, theirs: Op) -> str:
     if mine.name != theirs.name:
         return "Cannot apply desired operation because the processes called different operations."
     if mine.name == "backward":
         return (
-            "Cannot average gradients because the processes are at different batches: one has skipped an update. "
-            "Skip it on all ranks (agree with set_trigger and check_trigger) or on none."
+            "Cannot reduce gradients because optimizers have made more steps on some processes: the weights are no "
+            "longer the same on all of them."
         )
     what = what_differs([mine.signature, theirs.signature])
     if what == "dtypes":

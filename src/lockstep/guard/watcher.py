@@ -25,7 +25,9 @@ from lockstep.guard.diagnose import diagnose
 from lockstep.guard.diagnosis import Diagnosis
 from lockstep.guard.exchange import Exchange
 from lockstep.guard.explain import explain, understand
+from lockstep.guard.job import Job
 from lockstep.guard.pace import Questions, Slow, all_wait, find_slow
+from lockstep.guard.skips import warn_of_skip
 from lockstep.rundir.place import RunDirectory
 
 WATCHED = "LOCKSTEP_WATCHED"
@@ -76,6 +78,7 @@ class Watcher:
         self._before: Diagnosis | None = None
         self._told = 0.0
         self._slow: set[tuple[tuple[int, ...], str]] = set()
+        self._skipping: set[int] = set()
         self._naming = threading.Lock()
         self._questions = Questions()
         self._ending = threading.Event()
@@ -152,6 +155,7 @@ class Watcher:
         if not any(_suspicious(box) for box in merged) and not _differ(merged):
             self._before, self._told = None, 0.0
             self._look_at_pace(merged)
+            self._look_for_skips(merged)
             return None
         everybody = self._everybody(merged)
         if everybody is None:
@@ -219,6 +223,14 @@ class Watcher:
             return
         if self._elsewhere is None or self._is_first or not self._elsewhere.publish({"slow": slow.to_dict()}):
             self._tell(slow.line())
+
+    def _look_for_skips(self, boxes: Sequence[Snapshot]) -> None:
+        """Warn of a rank that leaves backwards out, once: the others will wait for it at the end."""
+        job = Job(boxes=list(boxes), blocked_for=BLOCKED, stall=self._stall)
+        found = warn_of_skip(job.here, job.histories) if boxes and not job.reforming else None
+        if found is not None and found[0] not in self._skipping:
+            self._skipping.add(found[0])
+            self._tell(f"lockstep guard: {found[1]}")
 
     def _is_new(self, slow: Slow) -> bool:
         with self._naming:  # found and heard of at once

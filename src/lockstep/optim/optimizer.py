@@ -46,6 +46,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         scaler: Scaler | None,
         announce: Callable[[PreparedOptimizer], None] | None = None,
         gate: Gate | None = None,
+        stepped: Callable[[PreparedOptimizer], None] | None = None,
     ) -> None:
         # The base class is for isinstance only: its constructor would start a second optimizer.
         self.optimizer = optimizer
@@ -56,6 +57,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._scaler = scaler
         self._announce = announce
         self._gate = gate
+        self._stepped = stepped
         self._clears_plainly = getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad
         if scaler is not None:
             scaler.watch(optimizer)
@@ -73,10 +75,15 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self.step_was_skipped = refused
             if refused:
                 return None
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            if self._stepped is not None:
+                self._stepped(self)
+            return loss
         self.step_was_skipped = not self._scaler.step(self.optimizer, closure)
         if gate is not None:
             gate.stepped(self.step_was_skipped)
+        if self._stepped is not None and not self.step_was_skipped:
+            self._stepped(self)
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -147,8 +154,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Both lead to the accelerator, which a copy has no use for.
-        return {**self.__dict__, "_announce": None, "_gate": None}
+        # They lead to the accelerator, which a copy has no use for.
+        return {**self.__dict__, "_announce": None, "_gate": None, "_stepped": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -42,8 +42,17 @@ class Strategy(Protocol):
         ``states`` is what a rank that runs out early takes over from the others at the end.
         """
 
-    def enter_backward(self, batch: int | None) -> int:
-        """Note that a backward of this batch begins, if it averages gradients; what to leave it by."""
+    def enter_backward(self, loss: Any, batch: int) -> int:
+        """Note that a backward begins, if it reduces gradients; what to leave it by. ``batch``: the loader's place."""
+
+    def stepped(self, optimizer: Any) -> None:
+        """Note that an optimizer has made a step."""
+
+    def checksums(self) -> tuple[list[str], bytes]:
+        """Names and checksums of the parameters that must be the same on all ranks; nothing where none must be."""
+
+    def restart(self) -> None:
+        """Called on: all ranks. Count steps anew: all ranks have been given the same weights."""
 
     def start_parts(self, models: Sequence[nn.Module]) -> None:
         """Called on: all ranks. Before backwards that do not average: what a forward would do with other ranks."""

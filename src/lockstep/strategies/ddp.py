@@ -25,17 +25,15 @@ from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.optim.accumulation import Accumulation
 from lockstep.strategies.averaging import average_gradients
 from lockstep.strategies.joining import Stateful, check_joinables, joined
-from lockstep.strategies.replica import Averages, untraced
+from lockstep.strategies.reductions import Reductions
 from lockstep.strategies.replica import DistributedDataParallel as Replica
+from lockstep.strategies.replica import untraced
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
 _SYNC_BYTES = 32 << 20
 """Parameters are sent from rank 0 in pieces of about this size."""
 
-
-_BATCHES = tuple(f"batch {number}" for number in range(64))
-"""What must agree between the ranks of a backward, made once."""
 
 _BUFFER_OPTION = (
     "forward_sync_buffers"
@@ -53,12 +51,12 @@ class DDP:
         self._group = group
         self._options = options
         self._wrapped: WeakSet[Replica] = WeakSet()
-        self._averages = Averages()
+        self._reductions = Reductions(group)
         # DDP's exchange of used parameters may be pending in what a failed backward left: that then holds the group's
         # last reference, and its end would wait for threads that wait for the GIL.
         group.hoards = group.hoards or options.find_unused_parameters
         group.on_arm(self._arm)
-        group.on_reform(self._expect_nothing)
+        group.on_reform(self._reductions.restart)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Called on: all ranks. The model, with rank 0's weights, averaging its gradients over all ranks."""
@@ -73,7 +71,7 @@ class DDP:
         _send_weights(self._group, model, options.broadcast_buffers)
         wrapped = Replica(
             model,
-            self._averages,
+            self._reductions.new(),
             device_ids=None if on_host else [self._topology.device],
             process_group=self._group.pg,
             init_sync=False,  # done above, in a way that can be left and that names what differs
@@ -85,6 +83,7 @@ class DDP:
             static_graph=options.static_graph,
         )
         self._wrapped.add(wrapped)
+        self._reductions.add(wrapped)
         self._hook(wrapped)
         if on_host and not wrapped._comm_hooks:
             self._meet_after_backward(wrapped)
@@ -92,19 +91,21 @@ class DDP:
             wrapped.register_forward_pre_hook(self._share_buffers)
         return wrapped
 
-    def _expect_nothing(self) -> None:
-        """A new generation: the backward of a forward that was broken off will not come."""
-        self._averages.expected = False
+    def enter_backward(self, loss: Any, batch: int) -> int:
+        """Note that a backward begins, if it reduces gradients; so many steps of optimizers must have come before."""
+        return self._reductions.enter(loss, batch)
 
-    def enter_backward(self, batch: int | None) -> int:
-        """Note that a backward begins, if it averages gradients; the batch it is of must be the same on all ranks.
+    def stepped(self, optimizer: Any) -> None:
+        """Count a step."""
+        self._reductions.stepped(optimizer)
 
-        Only after a forward of a prepared model does it: a backward of something else meets no other rank.
-        """
-        if not self._averages.expected:
-            return -1
-        self._averages.expected = False
-        return self._group.box.enter("backward", None if batch is None else _BATCHES[batch % len(_BATCHES)], 3)
+    def checksums(self) -> tuple[list[str], bytes]:
+        """Names and checksums of the parameters that must be the same on all ranks."""
+        return self._reductions.names(), self._reductions.checksums()
+
+    def restart(self) -> None:
+        """Called on: all ranks. Count anew: all have the same weights now."""
+        self._reductions.restart()
 
     def _share_buffers(self, wrapped: nn.Module, _: Any) -> None:
         """Give every rank rank 0's buffers before a forward, when DDP would, but in a way that can be left."""
@@ -202,6 +203,8 @@ class DDP:
         model.require_backward_grad_sync = model.require_forward_param_sync = True
         # The reducer must be told, or it ignores the backward of a forward that ran under no_sync.
         model.reducer.prepare_for_backward([])
+        if isinstance(model, Replica):
+            model.reduction.expected = True
         try:
             yield
         finally:
@@ -221,11 +224,13 @@ class DDP:
         buffers = _BUFFER_OPTION if on_host and self._options.broadcast_buffers else None
         # Inside, ranks may do different numbers of things: all of it counts as one.
         number = self._group.box.enter("join_uneven_inputs", None, 2)
+        self._reductions.uneven = True
         try:
             with joined(self._group, items, accumulation, states, buffers):
                 yield
         finally:
             self._group.box.leave(number)
+            self._reductions.restart()  # a rank that ran out of batches has made fewer steps, and has the same weights
 
     def start_parts(self, models: Sequence[nn.Module]) -> None:
         """Called on: all ranks. Refuse what cannot be computed apart; share buffers, as a forward would."""
@@ -255,6 +260,7 @@ class DDP:
         wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
         trained = (parameter for model in wrapped for parameter in model.parameters() if parameter.requires_grad)
         average_gradients(self._group, list({id(parameter): parameter for parameter in trained}.values()))
+        self._reductions.reduced(wrapped)
 
     def reattach(self, model: nn.Module) -> None:
         """Point the model at the group's new generation.

@@ -112,7 +112,9 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
         for prepared in self._optimizers:
             if prepared.optimizer is optimizer:
                 return prepared
-        made = PreparedOptimizer(optimizer, self._accumulation, self._scaler, self._announce_run, self._gate)
+        made = PreparedOptimizer(
+            optimizer, self._accumulation, self._scaler, self._announce_run, self._gate, self._strategy.stepped
+        )
         self._optimizers.append(made)
         for scheduler in self._schedulers:
             scheduler.adopt(made)

@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn import parallel
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.blackbox.box import NoBox
 from lockstep.comm.profiled import being_profiled, is_as_known
 
 Note = Callable[[nn.Module, Any, Any], None]
-_OWN = ("averages", "_notes", "_pre_forward")
+_OWN = ("reduction", "_notes", "_pre_forward")
 _SHORT = is_as_known(
     parallel.DistributedDataParallel.forward,
     "_pre_forward",
@@ -37,13 +38,29 @@ def untraced(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return work(*args, **kwargs)
 
 
-class Averages:
-    """Whether the next backward averages gradients, as far as forwards tell."""
+class Reduction:
+    """Where one model stands between a forward and the optimizer step that follows."""
 
-    __slots__ = ("expected",)
+    __slots__ = ("box", "expected", "held_back", "local", "owned", "pending")
 
-    def __init__(self) -> None:
+    def __init__(self, box: Callable[[], NoBox]) -> None:
+        self.box = box
+        """The rank's black box."""
         self.expected = False
+        """Whether a forward has told torch to reduce gradients in the backward that reaches this model next."""
+        self.pending = False
+        """Whether gradients were reduced that no optimizer step has used yet."""
+        self.local = False
+        """Whether an optimizer has used gradients of this rank alone: the ranks' weights may differ from then on."""
+        self.held_back = False
+        """Whether the latest forward was one whose gradients stay on this rank."""
+        self.owned = False
+        """Whether a prepared optimizer updates it, so that its steps are known."""
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether its parameters must be the same on all ranks, as far as anybody knows."""
+        return not (self.local if self.owned else self.held_back)
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
@@ -53,18 +70,23 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     cost 13 us of a step.
     """
 
-    def __init__(self, model: nn.Module, averages: Averages, **options: Any) -> None:
+    def __init__(self, model: nn.Module, reduction: Reduction, **options: Any) -> None:
         super().__init__(model, **options)
-        self.averages = averages
+        self.reduction = reduction
         self._notes: OrderedDict[int, Note] = OrderedDict()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's."""
         graded = torch.is_grad_enabled()
-        if graded and self.require_backward_grad_sync:
-            self.averages.expected = True
+        reduces = graded and self.require_backward_grad_sync
+        if graded:
+            self.reduction.held_back = not reduces
+        if reduces:
+            self.reduction.expected = True
         if torch.compiler.is_compiling():
             return super().forward(*inputs, **kwargs)
+        if reduces:
+            self.reduction.box().forward()
         if graded:
             for note in self._notes.values():
                 note(self.module, inputs, kwargs)

@@ -31,9 +31,19 @@ class Single:
         """Nobody to wait for."""
         return nullcontext()
 
-    def enter_backward(self, batch: int | None) -> int:
+    def enter_backward(self, loss: Any, batch: int) -> int:
         """Nothing to wait for."""
         return -1
+
+    def stepped(self, optimizer: Any) -> None:
+        """Nobody to compare with."""
+
+    def checksums(self) -> tuple[list[str], bytes]:
+        """Nobody to compare with."""
+        return [], b""
+
+    def restart(self) -> None:
+        """Nothing was counted."""
 
     def start_parts(self, models: Any) -> None:
         """Nothing to do with others."""

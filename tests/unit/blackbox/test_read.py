@@ -84,15 +84,16 @@ def test_no_half_written_record_is_believed(tmp_path: Path, distinct: int) -> No
     seen = set()
     inside = 0
     with writer("hammer", tmp_path, 0, distinct):
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
+        began = time.monotonic()
+        # Longer where other programs have the cores.
+        while (passed := time.monotonic() - began) < 0.5 or (passed < 20 and len(seen) <= 20):
             snapshot = read_box(path, random.choice([1, 8, 64, 256]))
             assert snapshot is not None
             if complete or snapshot.op is None or (snapshot.op.signature and snapshot.op.site):
                 check(snapshot, distinct)
             seen.add((snapshot.generation, snapshot.entered))
             inside += snapshot.op is not None
-    assert len(seen) > 20  # even where other programs have the cores
+    assert len(seen) > 20
     assert inside > 10
 
 

@@ -81,15 +81,15 @@ CASES = {
         cause="same structure",
         fix="same dict",
     ),
-    "an update was skipped": Case(
+    "a step was left out": Case(
         boxes=[
-            box(0, [*LOOP, (*BACKWARD, "batch 3")], waits=2),
-            box(1, [*LOOP, (*BACKWARD, "batch 4")], waits=2),
+            box(0, [*LOOP, (*BACKWARD, "after 3 optimizer steps")], waits=2, stepped_at="train.py:22"),
+            box(1, [*LOOP, (*BACKWARD, "after 2 optimizer steps")], waits=2, stepped_at="train.py:22"),
         ],
         kind="different arguments",
         certain=True,
         places={(0,): WAITS, (1,): WAITS},
-        cause="gradients of different batches",
+        cause="Rank 1 left out optimizer step 3, which rank 0 made at train.py:22",
         fix="skip on every rank or on none",
     ),
     "a mismatch that did not block": Case(

@@ -1,0 +1,162 @@
+"""Which backwards reduce gradients, and which optimizer steps follow them: what all ranks must have in common.
+
+Ranks whose numbers of reductions differ wait for each other in vain. Ranks whose numbers of steps differ have different
+weights. Nothing else has to agree: how far a loader is, or what a rank computes beside the training, is its own affair.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from lockstep.blackbox.layout import OPTIMIZER_STEPS
+from lockstep.comm.replicas import checksums
+from lockstep.strategies.replica import DistributedDataParallel as Replica
+from lockstep.strategies.replica import Reduction
+from lockstep.strategies.replica_check import ReplicaCheck
+from lockstep.topology.group import Group
+
+
+class Reductions:
+    """Those of one accelerator's models."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._replicas: WeakValueDictionary[int, Replica] = WeakValueDictionary()
+        self._numbers = count()
+        self._owners: dict[int, weakref.ref[Replica]] = {}
+        self.uneven = False
+        """Whether ranks may make different numbers of steps at present."""
+        self._owned: WeakKeyDictionary[Any, tuple[int, list[Reduction]]] = WeakKeyDictionary()
+        self._steps = 0
+        self._count = 0
+        self._check = ReplicaCheck(group)
+
+    def new(self) -> Reduction:
+        """The state of a model that is going to be added."""
+        return Reduction(lambda: self._group.box)
+
+    def add(self, replica: Replica) -> None:
+        """Know a model by its parameters."""
+        self._replicas[next(self._numbers)] = replica
+        self._owned.clear()
+        owner = weakref.ref(replica)
+        for parameter in replica.parameters():
+            self._owners[id(parameter)] = owner
+
+    def enter(self, loss: Any, batch: int) -> int:
+        """A backward begins. If it reduces gradients, it is a collective: its number, for ``Box.leave``; else -1.
+
+        Known before any gradient is: a loss reduces when its graph reaches a parameter of a model whose forward has
+        prepared it.
+        """
+        reached = self._reached(loss) if any(model.reduction.expected for model in self._replicas.values()) else None
+        if reached is None:
+            return -1
+        reached.expected, reached.pending = False, True
+        self._count += 1
+        if not reached.owned and not self.uneven and self._check.is_due(self._count, unowned=True):
+            self._check.look(self._count, self._equal(), unowned=True)
+        box = self._group.box
+        box.answered()
+        return box.enter("backward", OPTIMIZER_STEPS, 4, self._steps, batch)
+
+    def reduced(self, replicas: Iterable[Any]) -> None:
+        """The gradients of these models were reduced outside of a backward."""
+        for replica in replicas:
+            if isinstance(replica, Replica):
+                replica.reduction.pending = True
+
+    def stepped(self, optimizer: Any) -> None:
+        """An optimizer has made a step; only one that follows a reduction counts."""
+        owned = self._of(optimizer)
+        if not owned:
+            return
+        # A loss.backward() of the script's own reduces as well, and is not seen.
+        if any(reduction.pending or reduction.expected for reduction in owned):
+            self._steps += 1
+            self._group.box.stepped(3)
+            if not self.uneven and self._check.is_due(self._steps):
+                self._check.look(self._steps, self._equal())
+        else:
+            for reduction in owned:
+                reduction.local = True
+        for reduction in owned:
+            reduction.pending = reduction.expected = False
+
+    def restart(self) -> None:
+        """All ranks have been given the same weights, and no backward of a forward before this will come."""
+        self._steps = self._count = 0
+        self._check.restart()
+        self.uneven = False
+        for replica in self._replicas.values():
+            state = replica.reduction
+            state.expected = state.pending = state.local = state.held_back = False
+        self._group.box.answered()
+
+    def checksums(self) -> bytes:
+        """Those of the parameters that must be the same on all ranks; empty where none must be."""
+        parameters = self._equal()
+        return checksums(self._steps, (parameter for _, parameter in parameters)).pack() if parameters else b""
+
+    def names(self) -> list[str]:
+        """Of these parameters."""
+        return [name for name, _ in self._equal()]
+
+    def _equal(self) -> list[tuple[str, Tensor]]:
+        """Parameters that every rank updates alike: what torch reduces, unless steps were made without."""
+        models = [replica for replica in self._replicas.values() if replica.reduction.is_replica]
+        return [
+            (f"{place}.{name}" if len(models) > 1 else name, parameter)
+            for place, model in enumerate(models)
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in model.parameters_to_ignore
+        ]
+
+    def _of(self, optimizer: Any) -> list[Reduction]:
+        """The models whose parameters it updates."""
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._owned.get(optimizer)
+        if known is not None and known[0] == size:
+            return known[1]
+        found = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owner = self._owners.get(id(parameter))
+                replica = owner() if owner is not None else None
+                if replica is not None:
+                    found[id(replica)] = replica.reduction
+                    replica.reduction.owned = True
+        self._owned[optimizer] = size, list(found.values())
+        return list(found.values())
+
+    def _reached(self, loss: Any) -> Reduction | None:
+        """A model whose gradients the backward of this loss reduces. Breadth first: a parameter is never far."""
+        first = loss.grad_fn if isinstance(loss, Tensor) else None
+        if first is None:
+            return None
+        nodes, seen, opaque = deque([first]), {first}, False
+        while nodes:
+            node = nodes.popleft()
+            if type(node).__name__ == "AccumulateGrad":
+                owner = self._owners.get(id(node.variable))  # type: ignore[attr-defined]
+                replica = owner() if owner is not None else None
+                if replica is not None and replica.reduction.expected:
+                    return replica.reduction
+                continue
+            opaque = opaque or isinstance(node, BackwardCFunction)
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    nodes.append(following)
+        if not opaque:
+            return None
+        # A function of the user's, or activation checkpointing, may run a part of the model in its own backward.
+        return next((model.reduction for model in self._replicas.values() if model.reduction.expected), None)

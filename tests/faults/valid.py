@@ -1,0 +1,268 @@
+"""Training programs in which ranks do different things and none is wrong: each runs to its end, with equal weights.
+
+Its argument names the programs that are run, with commas between; without it all are.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from contextlib import nullcontext
+from types import FunctionType
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lockstep import Accelerator
+
+accelerator = Accelerator(cpu=True)
+main = accelerator.is_main_process
+odd = accelerator.process_index == accelerator.num_processes - 1
+CROSS = nn.MSELoss()
+
+
+class Training:
+    """A small model with its optimizer and loader, prepared."""
+
+    def __init__(self, model: nn.Module | None = None, samples: int = 48) -> None:
+        torch.manual_seed(0)
+        model = model or nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        self.loader: DataLoader[Tensor]
+        self.model, self.optimizer, self.loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.01), loader(samples)
+        )
+
+    def update(self, batch: Tensor) -> None:
+        accelerator.backward(self.loss(batch))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return CROSS(self.model(batch), batch[:, :2])
+
+    def check(self) -> None:
+        """Called on: all ranks. The weights are the same on all."""
+        mine = torch.cat([parameter.detach().flatten() for parameter in self.model.parameters()])
+        assert torch.equal(accelerator.gather(mine), mine.repeat(accelerator.num_processes))
+
+
+def loader(samples: int = 48) -> DataLoader[Tensor]:
+    return DataLoader(torch.randn(samples, 4, generator=torch.Generator().manual_seed(1)), batch_size=2)  # type: ignore[arg-type]
+
+
+def own_prefetch_thread() -> None:
+    """A thread of the script's reads ahead, further on some ranks than on others."""
+    training = Training()
+    for _ in range(2):
+        batches: queue.Queue[Tensor | None] = queue.Queue(maxsize=5 if odd else 1)
+
+        def read(into: queue.Queue[Tensor | None] = batches) -> None:
+            for batch in training.loader:
+                into.put(batch)
+            into.put(None)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        while (batch := batches.get()) is not None:
+            training.update(batch)
+        reader.join()
+    training.check()
+
+
+def draws_again() -> None:
+    """A rank takes another batch when one is of no use; all make as many updates."""
+    training = Training(samples=96)
+    batches = iter(training.loader)
+    for step in range(8):
+        batch = next(batches)
+        if odd and step % 3 == 1:
+            batch = next(batches)
+        training.update(batch)
+    training.check()
+
+
+def second_loader_on_main() -> None:
+    """The main process looks at a batch of a second prepared loader now and then."""
+    training = Training()
+    second = iter(accelerator.prepare(loader()))
+    for step, batch in enumerate(training.loader):
+        if main and step % 2:
+            next(second)
+        training.update(batch)
+    training.check()
+
+
+def probe_on_main() -> None:
+    """The main process trains a probe on what the model gives, through the accelerator; nobody else does."""
+    training = Training()
+    probe = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(probe.parameters(), lr=0.01)
+    for batch in training.loader:
+        training.update(batch)
+        if main:
+            features = accelerator.unwrap_model(training.model)(batch).detach()
+            accelerator.backward(probe(features).sum())
+            optimizer.step()
+            features = training.model(batch).detach()
+            accelerator.backward(probe(features).sum())
+    training.check()
+
+
+def probe_before_backward() -> None:
+    """The same between a forward and its backward, with an optimizer that is prepared."""
+    training = Training()
+    probe = nn.Linear(2, 1)
+    optimizer = accelerator.prepare(torch.optim.SGD(probe.parameters(), lr=0.01))
+    for batch in training.loader:
+        output = training.model(batch)
+        if main:
+            accelerator.backward(probe(output.detach()).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.backward(CROSS(output, batch[:, :2]))
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    training.check()
+
+
+def forwards_without_backward() -> None:
+    """Every rank calls the model several times for one backward, and now and then for none."""
+    training = Training()
+    for step, batch in enumerate(training.loader):
+        loss = training.loss(batch) + training.loss(batch * 2)
+        if step % 3 == 2:
+            continue
+        accelerator.backward(loss)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    training.check()
+
+
+def steps_left_out_everywhere() -> None:
+    """All ranks drop the same updates."""
+    training = Training()
+    for step, batch in enumerate(training.loader):
+        accelerator.backward(training.loss(batch))
+        if step % 3 != 2:
+            training.optimizer.step()
+        training.optimizer.zero_grad()
+    training.check()
+
+
+class Checkpointed(nn.Module):
+    """The whole of it runs again in its backward, which the graph of a loss does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return checkpoint(self.inner, batch.requires_grad_(), use_reentrant=True)
+
+
+def reentrant_checkpointing() -> None:
+    training = Training(Checkpointed())
+    for batch in training.loader:
+        training.update(batch)
+    training.check()
+
+
+def two_models() -> None:
+    """Adversaries that are trained in turns."""
+    one, other = Training(nn.Linear(4, 4)), Training(nn.Linear(4, 2))
+    for step, batch in enumerate(one.loader):
+        made = one.model(batch)
+        accelerator.backward(-other.loss(made))
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        other.optimizer.zero_grad()
+        if step % 2:
+            accelerator.backward(other.loss(made.detach()) + other.loss(batch))
+            other.optimizer.step()
+            other.optimizer.zero_grad()
+    one.check()
+    other.check()
+
+
+def local_steps() -> None:
+    """Each rank makes as many steps of its own as it likes; then their weights are averaged."""
+    training = Training(samples=96)
+    batches = iter(training.loader)
+    for _ in range(3):
+        for _ in range(3 if odd else 2):
+            with accelerator.no_sync(training.model):
+                training.update(next(batches))
+        with torch.no_grad():
+            for parameter in training.model.parameters():
+                parameter.copy_(accelerator.reduce(parameter.detach(), "mean"))
+        training.update(next(batches))
+    training.check()
+
+
+def accumulation_by_hand() -> None:
+    training = Training()
+    for step, batch in enumerate(training.loader):
+        due = step % 3 == 2
+        with nullcontext() if due else accelerator.no_sync(training.model):
+            accelerator.backward(training.loss(batch) / 3)
+        if due:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    training.check()
+
+
+def uneven_then_even() -> None:
+    """After a region in which ranks made different numbers of steps all go on together."""
+    training = Training()
+    batches = [torch.ones(2, 4)] * (3 if odd else 5)
+    with accelerator.join_uneven_inputs([training.model]):
+        for batch in batches:
+            training.update(batch)
+    for batch in training.loader:
+        training.update(batch)
+    training.check()
+
+
+def closure_of_lbfgs() -> None:
+    training = Training(nn.Linear(4, 2))
+    optimizer = accelerator.prepare(torch.optim.LBFGS(training.model.parameters(), max_iter=3))
+    batch = next(iter(loader()))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = training.loss(batch)
+        accelerator.backward(loss)
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    training.check()
+
+
+def losses_of_its_own() -> None:
+    """``loss.backward()``, as torch has it, on some updates."""
+    training = Training()
+    for step, batch in enumerate(training.loader):
+        loss = training.loss(batch)
+        if step % 2:
+            loss.backward()
+        else:
+            accelerator.backward(loss)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    training.check()
+
+
+PROGRAMS = [
+    name
+    for name, value in list(globals().items())
+    if isinstance(value, FunctionType) and value.__module__ == __name__ and name != "loader"
+]
+for name in sys.argv[1].split(",") if len(sys.argv) > 1 else PROGRAMS:
+    globals()[name]()
+    accelerator.free_memory()
+    accelerator.wait_for_everyone()
+    accelerator.print(f"done: {name}")
