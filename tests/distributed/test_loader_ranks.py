@@ -70,6 +70,8 @@ def audited(case: str) -> str:
         data = torch.utils.data.Subset(data, range(rank, 20, world_size))
     if case == "padded":
         data = Numbers(19)
+    if case == "by names":
+        data = torch.utils.data.Subset({"a": 1, "b": 2, "c": 3, "d": 4}, ["a", "b", "c", "d"])  # type: ignore[arg-type]
     loader = accelerator.prepare(DataLoader(data, batch_size=2, **options))
     with notices() as text:
         for _ in range(2):
@@ -83,17 +85,103 @@ def audited(case: str) -> str:
     [
         ("fine", ""),
         ("same split", ""),
+        ("by names", ""),
         ("padded", "1 samples were repeated"),
         ("presharded", "10 of 20 samples were never seen"),
-        ("own split", "The data set differs between ranks (other samples on each rank)"),
-        ("own share", "The data set differs between ranks (other samples on each rank)"),
+        ("own split", "The dataset differs between ranks (other samples on each rank)"),
+        ("own share", "The dataset differs between ranks (other samples on each rank)"),
     ],
 )
-def test_the_audit_says_what_is_wrong_once_and_on_the_main_process(case: str, words: str) -> None:
-    main, *others = run_ranks(audited, 2, case)
-    assert others == [""]
-    assert main.count("end of the first epoch") == (1 if words else 0), main
-    assert words in main
+def test_the_audit_logs_what_is_wrong_once_for_the_job(case: str, words: str) -> None:
+    logged = "".join(run_ranks(audited, 2, case))
+    assert logged.count("end of the first epoch") == (1 if words else 0), logged
+    assert words in logged
+
+
+def main_evaluates_alone(even: bool) -> list[int]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=even))
+    loader = accelerator.prepare(DataLoader(Numbers(20), batch_size=2))
+    batches = []
+    for _ in range(2):
+        if accelerator.is_main_process:
+            batches.append(sum(1 for _ in loader))
+        accelerator.wait_for_everyone()
+    return batches
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_the_main_process_may_evaluate_alone(even: bool) -> None:
+    assert run_ranks(main_evaluates_alone, 2, even, timeout=20) == [[5, 5], []]
+
+
+def loops_in_main_process_first(even: bool) -> tuple[list[int], str]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=even))
+    loader = accelerator.prepare(DataLoader(Numbers(19), batch_size=2))
+    batches = []
+    with notices() as text:
+        for _ in range(2):
+            with accelerator.main_process_first():
+                batches.append(sum(1 for _ in loader))
+    return batches, text.getvalue()
+
+
+def test_one_process_after_the_other_may_loop_and_is_audited() -> None:
+    (first, nothing), (second, logged) = run_ranks(loops_in_main_process_first, 2, True, timeout=20)
+    assert first == second == [5, 5]
+    assert nothing == ""
+    assert "1 samples were repeated" in logged
+
+
+def test_one_process_after_the_other_may_loop_over_uneven_batches() -> None:
+    assert run_ranks(loops_in_main_process_first, 2, False, timeout=20) == [([5, 5], "")] * 2
+
+
+def main_has_one_more() -> str:
+    accelerator = Accelerator()
+
+    def make(count: int) -> Any:
+        return accelerator.prepare(DataLoader(Numbers(count), batch_size=2))
+
+    extra = make(8) if accelerator.is_main_process else []
+    train = make(20)
+    padded = make(19)
+    with notices() as text:
+        for loader in (extra, train, padded):
+            for _batch in loader:
+                pass
+    return text.getvalue()
+
+
+def test_a_loader_that_one_rank_alone_has_prepared_is_not_taken_for_another() -> None:
+    logged = "".join(run_ranks(main_has_one_more, 2))
+    assert logged.count("end of the first epoch") == 1, logged
+    assert "1 samples were repeated" in logged
+
+
+def across_generations() -> str:
+    """Rank 0 ends its first epoch before the process group is rebuilt, rank 1 after it; then both start over."""
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    before = accelerator.prepare(DataLoader(Numbers(19), batch_size=2))
+
+    def fail() -> None:
+        if rank == 1:
+            raise ValueError("on purpose")
+
+    with notices() as text:
+        if rank == 0:
+            list(before)
+        assert accelerator.agree(fail).failures
+        if rank == 1:
+            list(before)
+        list(accelerator.prepare(DataLoader(Numbers(17), batch_size=2)))
+    return text.getvalue()
+
+
+def test_reports_of_two_generations_are_not_mixed_up() -> None:
+    logged = "".join(run_ranks(across_generations, 2))
+    assert logged.count("end of the first epoch") == 1, logged
+    assert "3 samples were repeated" in logged
 
 
 # --- going on ----------------------------------------------------------------------------------------------------

@@ -30,6 +30,20 @@ def spell_site(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def spell_path(frame: FrameType) -> str:
+    """All lines of the user's that led to a frame, innermost first.
+
+    Files without their folder: the same script can lie in different places on different nodes.
+    """
+    lines = []
+    here: FrameType | None = frame
+    while here is not None:
+        if is_user_file(here.f_code.co_filename):
+            lines.append(f"{os.path.basename(here.f_code.co_filename)}:{here.f_lineno}")
+        here = here.f_back
+    return " < ".join(lines)
+
+
 def find_user_frame(frame: FrameType, passed: dict[int, CodeType]) -> FrameType:
     """The innermost frame of the user's, from ``frame`` outwards; where there is none, the outermost that has a file.
 

@@ -1,27 +1,33 @@
-"""Did every sample get its turn? Looked at once, at the end of the first epoch over indexed data.
+"""Did every sample get its turn? Checked once, at the end of the first epoch over indexed data.
 
-Each rank counts the samples it was given, by their place in the data set at the bottom: a ``Subset`` is looked
-through. The counts are added up, and a pure function, ``judge``, says what is wrong with them.
+Each rank notes the samples it was given, by their place in the dataset at the bottom: a ``Subset`` is looked through.
+When its epoch ends, it posts a report to the job's store and waits for nobody: a rank may well evaluate alone. The rank
+that posts the last report reads all of them, and a pure function, ``judge``, finds what is wrong.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, Subset
 
-from lockstep.comm import objects, tensors
 from lockstep.data.round import Round
 from lockstep.data.sampler import SeedableRandomSampler
 from lockstep.topology.group import Group
 
 _MOST = 50_000_000
 """Samples from which on a count of each would be felt."""
+_MOST_BYTES = 64 * 2**20
+"""What the bitmaps of all ranks may take in the store."""
+_MOST_EACH = 7 * 2**20
+"""What one may take: torch's store closes the connection of whoever sends it more than 8 MiB at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +35,9 @@ class Report:
     """What one rank saw."""
 
     length: int
-    """Samples in the data set as this rank has it."""
+    """Samples in the dataset as this rank has it."""
     bottom: int
-    """Samples in the data set below all subsets."""
+    """Samples in the dataset below all subsets."""
     identity: str
     """A digest of which samples the subset holds; empty when it is no subset."""
     presharded: bool
@@ -42,29 +48,41 @@ class Report:
     """Samples that were repeated to fill up the last batch."""
     counted: bool = True
     """Whether its samples could be counted: indices may be of another kind."""
+    epoch: int = 0
+    """Which epoch this was: a rank may have been through others alone."""
+    seen: int = 0
+    """Different samples that it was given."""
+    checksum: int = 0
+    """Of these, in any order: the sum of the squares of their places in the dataset, modulo 2**64."""
 
 
 class Audit:
-    """Counts what one rank is given in one epoch."""
+    """Notes what one rank is given in one epoch.
 
-    def __init__(self, dataset: Any, sampler: Any, drop_last: bool) -> None:
+    ``name`` is the loader's, the same on all ranks that have prepared it.
+    """
+
+    def __init__(self, name: str, dataset: Any, sampler: Any, *, drop_last: bool, epoch: int) -> None:
+        self._name = name
         self._dataset = dataset
         self._sampler = sampler
         self._drop_last = drop_last
+        self._epoch = epoch
         self._seen = array("q")
         self._repeated = 0
         self._whole = True
 
     @classmethod
-    def of(cls, inner: DataLoader[Any]) -> Audit | None:
-        """An audit for a loader over indexed data; None where indices are no numbers, or too many."""
+    def of(cls, inner: DataLoader[Any], name: str, epoch: int) -> Audit | None:
+        """An audit for a loader over indexed data; None where indices are not numbers, or too many."""
         try:
             if len(inner.dataset) > _MOST:  # type: ignore[arg-type]
                 return None
         except TypeError:
             return None
         shard = inner.batch_sampler if inner.batch_sampler is not None else inner.sampler
-        return cls(inner.dataset, getattr(shard, "sampler", None), bool(getattr(shard, "drop_last", False)))
+        sampler, drop_last = getattr(shard, "sampler", None), bool(getattr(shard, "drop_last", False))
+        return cls(name, inner.dataset, sampler, drop_last=drop_last, epoch=epoch)
 
     def saw(self, round_: Round, rank: int) -> None:
         """Note a batch."""
@@ -76,30 +94,91 @@ class Audit:
         self._repeated += round_.rows[rank] - real
 
     def finish(self, group: Group) -> None:
-        """Called on: all ranks. Compare what the ranks saw, and say what is wrong, on the main process."""
-        bottom, resolved = _resolve(self._dataset, torch.tensor(self._seen, dtype=torch.int64))
-        whole = self._whole and (not len(resolved) or (int(resolved.min()) >= 0 and int(resolved.max()) < bottom))
-        mine = Report(
-            length=len(self._dataset),
+        """Called on: any rank, whenever its epoch ends. The last of them logs what is wrong; nobody waits."""
+        mine = self._result(group.world_size)
+        if mine is None:
+            return
+        try:
+            results = _exchange(group, self._name, *mine)
+        except RuntimeError:
+            return  # the store is gone, as it may be at the end of a job
+        if results is not None:
+            reports, bitmaps = results
+            _log(*judge(reports, count(bitmaps, reports[0].bottom)))
+
+    def _result(self, world_size: int) -> tuple[Report, bytes] | None:
+        """What there is to post: the report, and a bit for each sample at the bottom, unless these are too many."""
+        length = len(self._dataset)
+        indices = torch.tensor(self._seen, dtype=torch.int64)
+        whole = self._whole and (not len(indices) or (int(indices.min()) >= 0 and int(indices.max()) < length))
+        try:
+            bottom, resolved = _resolve(self._dataset, indices if whole else indices[:0])
+            identity = _identity(self._dataset)
+        except (TypeError, ValueError, IndexError):
+            return None  # a subset by names, or of something without a length
+        whole = whole and (not len(resolved) or (int(resolved.min()) >= 0 and int(resolved.max()) < bottom))
+        report = Report(
+            length=length,
             bottom=bottom,
-            identity=_identity(self._dataset),
+            identity=identity,
             presharded=isinstance(self._sampler, DistributedSampler),
             complete=whole and not self._drop_last and _complete(self._sampler),
             repeated=self._repeated,
             counted=whole,
+            epoch=self._epoch,
         )
-        reports = objects.all_objects(group, mine, "comparing what the ranks have seen")
-        # Decided by what all ranks said, never by this one alone: whoever left the sum out would leave others waiting.
-        if len({report.bottom for report in reports}) > 1 or not all(report.counted for report in reports):
-            counts = None
-        else:
-            counts = tensors.reduce(group, torch.bincount(resolved, minlength=bottom).clamp_(max=1).int(), "sum")
-        if group.rank == 0:
-            _say(*judge(reports, counts))
+        if not whole:
+            return report, b""
+        size = -(-bottom // 8)
+        if size <= _MOST_EACH and size * world_size <= _MOST_BYTES:
+            return report, np.packbits(_mask(resolved, bottom)).tobytes()
+        seen = np.flatnonzero(_mask(indices, length)).astype(np.uint64)
+        return replace(report, seen=len(seen), checksum=int((seen * seen).sum())), b""
+
+
+def _exchange(group: Group, name: str, report: Report, bitmap: bytes) -> tuple[list[Report], list[bytes]] | None:
+    """Post a result; all of them for the rank that posts the last one, None for the others, or where one is odd."""
+    store = group.store
+    place = f"audit/generation_{group.generation}/{name}"
+    keys = [f"{place}/{rank}" for rank in range(group.world_size)]
+    store.set(keys[group.rank], json.dumps(asdict(report)).encode() + b"\n" + bitmap)  # type: ignore[arg-type]
+    # Each rank posts before it counts, so whoever completes the count finds everything there. Checked nonetheless: to
+    # get what is not there would wait.
+    if store.add(f"{place}/posted", 1) != group.world_size or not store.check(keys):
+        return None
+    reports, bitmaps = [], []
+    for key in keys:
+        text, _, bits = store.get(key).partition(b"\n")
+        store.delete_key(key)
+        try:
+            reports.append(Report(**json.loads(text)))
+        except (TypeError, ValueError):
+            return None  # posted by another version
+        bitmaps.append(bits)
+    return reports, bitmaps
+
+
+def count(bitmaps: list[bytes], bottom: int) -> Tensor | None:
+    """For each sample at the bottom 0, 1 or 2: no rank saw it, one did, several did. None unless all were counted."""
+    size = -(-bottom // 8)
+    if not size or any(len(bitmap) != size for bitmap in bitmaps):
+        return None
+    any_rank = np.zeros(size, np.uint8)
+    several = np.zeros(size, np.uint8)
+    for bitmap in bitmaps:
+        bits = np.frombuffer(bitmap, np.uint8)
+        several |= any_rank & bits
+        any_rank |= bits
+    return torch.from_numpy(np.unpackbits(any_rank, count=bottom) + np.unpackbits(several, count=bottom))
 
 
 def judge(reports: list[Report], counts: Tensor | None) -> tuple[str, bool]:
-    """What there is to say about an epoch, and whether it is a warning. ``counts``: ranks that saw each sample."""
+    """The finding about an epoch, and whether it is a warning.
+
+    ``counts``: how many ranks saw each sample, as far as it is more than one; None when nobody knows.
+    """
+    if len({report.epoch for report in reports}) > 1:
+        counts = None  # shares of different orders do not add up
     differs = len({(report.length, report.bottom, report.identity) for report in reports}) > 1
     shared = None if counts is None else int((counts > 1).sum())
     bottom = reports[0].bottom
@@ -119,20 +198,26 @@ def judge(reports: list[Report], counts: Tensor | None) -> tuple[str, bool]:
                 f" In this epoch {shared} samples were seen by several ranks, and {int((counts == 0).sum())} by none."
             )
         return (
-            f"The data set differs between ranks ({what}).{seen} prepare() deals one data set to all ranks: build the "
+            f"The dataset differs between ranks ({what}).{seen} prepare() deals one dataset to all ranks: build the "
             "same on each. For a random split, pass generator=torch.Generator().manual_seed(0) to random_split; if you "
             "divided the data between ranks yourself, leave that to prepare().",
             True,
         )
-    if counts is not None and all(report.complete for report in reports):
+    wrong = ""
+    if not all(report.complete for report in reports):
+        pass  # such an order is not meant to have each sample once
+    elif counts is not None:
         never = reports[0].length - int((counts > 0).sum())
         if never or shared:
-            return (
-                f"In this epoch {never} of {reports[0].length} samples were never seen, and {shared} were seen by "
-                "several ranks: the sampler gave each rank another order. Give it a generator that is seeded alike on "
-                "all ranks, or let it depend on the epoch alone.",
-                True,
-            )
+            wrong = f"{never} of {reports[0].length} samples were never seen, and {shared} were seen by several ranks"
+    elif len({report.epoch for report in reports}) == 1 and not _each_once(reports):
+        wrong = f"some of {reports[0].length} samples were never seen, or were seen by several ranks"
+    if wrong:
+        return (
+            f"In this epoch {wrong}: the sampler gave each rank another order. Give it a generator that is seeded "
+            "alike on all ranks, or let it depend on the epoch alone.",
+            True,
+        )
     repeated = sum(report.repeated for report in reports)
     if repeated:
         return (
@@ -143,16 +228,33 @@ def judge(reports: list[Report], counts: Tensor | None) -> tuple[str, bool]:
     return "", False
 
 
-def _say(text: str, warn: bool) -> None:
+def _each_once(reports: list[Report]) -> bool:
+    """Whether the ranks together saw each sample once, by number and checksum."""
+    length = reports[0].length
+    squares = (length - 1) * length * (2 * length - 1) // 6
+    return (
+        sum(report.seen for report in reports) == length
+        and (sum(report.checksum for report in reports) - squares) % 2**64 == 0
+    )
+
+
+def _log(text: str, warn: bool) -> None:
     if text:
-        from lockstep.logging import get_notices  # loaded where it is used: there is seldom anything to say
+        from lockstep.logging import get_notices  # loaded where it is used: there is seldom anything to log
 
         notices = get_notices("lockstep.data")
-        (notices.warning if warn else notices.info)(f"end of the first epoch: {text}")
+        # Once for the job: on the rank that found it, whichever it is.
+        (notices.warning if warn else notices.info)(f"end of the first epoch: {text}", main_process_only=False)
+
+
+def _mask(indices: Tensor, length: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    mask = np.zeros(length, np.bool_)
+    mask[indices.numpy()] = True
+    return mask
 
 
 def _resolve(dataset: Any, indices: Tensor) -> tuple[int, Tensor]:
-    """The length of the data set below all subsets, and these indices as its own."""
+    """The length of the dataset below all subsets, and these indices as its own."""
     while type(dataset) is Subset:
         indices = torch.as_tensor(dataset.indices, dtype=torch.int64)[indices]
         dataset = dataset.dataset

@@ -33,8 +33,6 @@ class Epoch:
     def __init__(self) -> None:
         self.number = 0
         self.audited = False
-        self.audit: Audit | None = None
-        """One that waits for all ranks to be at the same point."""
 
 
 class PreparedDataLoader(DataLoader[Any]):
@@ -54,6 +52,7 @@ class PreparedDataLoader(DataLoader[Any]):
         dispatched: bool,
         open_loaders: list[Any],
         synchronize: Callable[[torch.Generator | None], None] | None,
+        name: str = "",
     ) -> None:
         # The base class is for isinstance only: everything it would build is in ``inner``.
         self.inner = inner
@@ -72,6 +71,8 @@ class PreparedDataLoader(DataLoader[Any]):
         """Whether rank 0 reads for all."""
         self._open_loaders = open_loaders
         self._synchronize = synchronize
+        self._name = name
+        """The same on all ranks that have prepared this loader; empty where nobody is to compare with."""
         self._epoch = Epoch()
         self.turn = 0
         """Which batch of the epoch is being worked on, counted from 1."""
@@ -187,7 +188,6 @@ class PreparedDataLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._synchronize is not None:
             self._synchronize(cursor.sampler_generator(self.inner))
-            self._finish_audit()
         self._close()
         self._open_loaders.append(self)
         self.end_of_dataloader = False
@@ -227,9 +227,8 @@ class PreparedDataLoader(DataLoader[Any]):
             self._epoch.number += 1
             self.places = None
             if audit is not None:
-                self._epoch.audit = audit
-                if self.even_batches:
-                    self._finish_audit()
+                self._epoch.audited = True
+                audit.finish(self._group)
         finally:
             box.phase("")
             self._close()
@@ -327,20 +326,13 @@ class PreparedDataLoader(DataLoader[Any]):
 
         failure.tell(error, self._group, round_)
 
-    def _finish_audit(self) -> None:
-        """Compare with the other ranks; after an uneven epoch only when all have come to the next one."""
-        audit, self._epoch.audit = self._epoch.audit, None
-        if audit is not None:
-            self._epoch.audited = True
-            audit.finish(self._group)
-
     def _audit(self) -> Audit | None:
         fresh = not (self._epoch.audited or self.shard.skip or any(self.places or ()))
-        if self._group.world_size == 1 or not fresh or isinstance(self.shard, ShardedIterable):
+        if not self._name or self._group.world_size == 1 or not fresh or isinstance(self.shard, ShardedIterable):
             return None
         from lockstep.data.audit import Audit  # loaded where it is used: one process has nobody to compare with
 
-        return Audit.of(self.inner)
+        return Audit.of(self.inner, self._name, self._epoch.number)
 
     def _close(self) -> None:
         while any(loader is self for loader in self._open_loaders):

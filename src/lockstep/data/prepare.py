@@ -34,11 +34,13 @@ def prepare_loader(
     synchronize: Callable[[torch.Generator | None], None] | None = None,
     own_generator: bool = False,
     sparing: bool = False,
+    name: str = "",
 ) -> PreparedDataLoader:
     """This rank's part of a loader.
 
     With ``own_generator`` a shuffled order comes from a generator of its own, which ``synchronize`` puts in step;
     without it from torch's. With ``sparing`` only ranks that would go empty in the last round get repeated samples.
+    ``name`` is the loader's on all ranks: under it they compare what they have seen.
     """
     try:
         before: int | None = len(loader)
@@ -81,6 +83,7 @@ def prepare_loader(
         dispatched=dispatched,
         open_loaders=[] if open_loaders is None else open_loaders,
         synchronize=synchronize if group.world_size > 1 else None,
+        name=name,
     )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from lockstep.blackbox import sites
 from lockstep.checkpoint.methods import SavesState
 from lockstep.comm import objects, rng
 from lockstep.comm.view import ProcessView
@@ -165,10 +169,19 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
             synchronize=self._synchronize_loader,
             own_generator=RNGType.GENERATOR in self._settings.rng_types,
             sparing=self._settings.reproducible,
+            name=self._name_loader(sys._getframe()) if self.num_processes > 1 else "",
         )
         self._dataloaders.append(made)
         made.after_batch = self._after_batch
         return made
+
+    def _name_loader(self, frame: FrameType) -> str:
+        """A name that other ranks give to the same loader: by the lines that led here, and how often they have.
+
+        Ranks may prepare loaders that others do not have, so counting all of them would not do.
+        """
+        lines = hashlib.blake2b(sites.spell_path(frame).encode(), digest_size=16).hexdigest()
+        return f"{lines}/{self._group.ordinal(lines)}"
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """The loader without its first batches on each rank; indexed samples that are skipped are not read."""

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import timedelta
@@ -114,6 +115,7 @@ class Group:
         self._under_way: list[list[Any]] = []
         self._callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._armers: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._asked: Counter[str] = Counter()
         self._owned = False
         self._hosts_store = False
         self._excepthook: Any = None
@@ -234,6 +236,11 @@ class Group:
     def leaving(self) -> bool:
         """Whether the rank that ended the generation will not come back."""
         return self.cause is not None and self.cause.leaving
+
+    def ordinal(self, name: str) -> int:
+        """How often this was asked for the name before: tells things apart that one line makes several of."""
+        self._asked[name] += 1
+        return self._asked[name] - 1
 
     def check(self, doing: str) -> None:
         """Raise when another rank has failed and this one need not start ``doing`` anything."""
