@@ -98,9 +98,17 @@ def test_the_audit_logs_what_is_wrong_once_for_the_job(case: str, words: str) ->
     assert words in logged
 
 
-def main_evaluates_alone(even: bool) -> list[int]:
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=even))
-    loader = accelerator.prepare(DataLoader(Numbers(20), batch_size=2))
+class Augmented(Numbers):
+    """Draws from a generator that has nothing to do with the order."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.generator = torch.Generator()
+
+
+def main_evaluates_alone(data: Any, shuffle: bool, options: dict[str, Any]) -> list[int]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
+    loader = accelerator.prepare(DataLoader(data(20), batch_size=2, shuffle=shuffle))
     batches = []
     for _ in range(2):
         if accelerator.is_main_process:
@@ -109,9 +117,17 @@ def main_evaluates_alone(even: bool) -> list[int]:
     return batches
 
 
-@pytest.mark.parametrize("even", [True, False])
-def test_the_main_process_may_evaluate_alone(even: bool) -> None:
-    assert run_ranks(main_evaluates_alone, 2, even, timeout=20) == [[5, 5], []]
+@pytest.mark.parametrize(
+    ("data", "shuffle", "options"),
+    [
+        (Numbers, False, {}),
+        (Numbers, False, {"even_batches": False}),
+        (Numbers, True, {"use_seedable_sampler": True, "data_seed": 3}),
+        (Augmented, False, {}),
+    ],
+)
+def test_the_main_process_may_evaluate_alone(data: Any, shuffle: bool, options: dict[str, Any]) -> None:
+    assert run_ranks(main_evaluates_alone, 2, data, shuffle, options, timeout=20) == [[5, 5], []]
 
 
 def loops_in_main_process_first(even: bool) -> tuple[list[int], str]:

@@ -130,7 +130,22 @@ def own_generator(inner: DataLoader[Any]) -> None:
 
 def sampler_generator(inner: DataLoader[Any]) -> torch.Generator | None:
     """The generator that decides the order, if there is one."""
-    for part in parts(inner):
+    return _generator(parts(inner))
+
+
+def shared_generator(inner: DataLoader[Any]) -> torch.Generator | None:
+    """The generator that must be in step between ranks when an epoch begins, if there is one.
+
+    A seedable sampler sets its own from the seed; an indexed dataset's has nothing to do with the order.
+    """
+    if _seedable(inner) is not None:
+        return None
+    *samplers, dataset = parts(inner)
+    return _generator([*samplers, dataset] if isinstance(dataset, ShardedIterable) else samplers)
+
+
+def _generator(parts: list[Any]) -> torch.Generator | None:
+    for part in parts:
         generator = getattr(part, "generator", None)
         if isinstance(generator, torch.Generator):
             return generator

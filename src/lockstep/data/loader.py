@@ -187,7 +187,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._synchronize is not None:
-            self._synchronize(cursor.sampler_generator(self.inner))
+            self._synchronize(cursor.shared_generator(self.inner))
         self._close()
         self._open_loaders.append(self)
         self.end_of_dataloader = False
