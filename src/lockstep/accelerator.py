@@ -378,7 +378,8 @@ class Accelerator(Prepares, Talk, SavesModels):
             loss = self._scaler.scale(loss)
         box = self._group.box
         loader = accumulation.loaders[-1] if accumulation.loaders else None
-        number = self._strategy.enter_backward(loss, loader.turn if isinstance(loader, PreparedDataLoader) else 0)
+        entered = self._strategy.enter_backward(loss, loader.turn if isinstance(loader, PreparedDataLoader) else 0)
+        number = -1 if entered is None else entered
         if number < 0:
             box.phase("backward, not averaging")
         clock = self._group.clock
@@ -400,14 +401,18 @@ class Accelerator(Prepares, Talk, SavesModels):
         if number > 0 and clock is not None and clock.on:
             clock.backwards.append((began, monotonic()))
         if accumulation.sync_gradients:
-            self._complete_update(num_items is not None)
+            self._complete_update(num_items is not None, counts=entered is not None)
         if self._watch is not None and self._watch.pending:
             self._watch.tell()
 
-    def _complete_update(self, weighted: bool) -> None:
-        """Called on: all ranks. After the backward that closes a window: bring its gradients to scale."""
-        self._updates += 1
-        self._group.box.step(self._updates)
+    def _complete_update(self, weighted: bool, counts: bool = True) -> None:
+        """Called on: all ranks. After the backward that closes a window: bring its gradients to scale.
+
+        Something that one rank trains beside the models does not count as an update: ranks compare their numbers.
+        """
+        if counts:
+            self._updates += 1
+            self._group.box.step(self._updates)
         if weighted:
             self._accumulation.settle_items(self._group, self._parameters())
         elif not self._accumulation.settled:

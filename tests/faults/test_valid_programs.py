@@ -12,7 +12,8 @@ from tests.faults.jobs import Job, Result
 from tests.faults.test_guard_calm import check_calm
 
 TREE = ast.parse(Path(__file__).with_name("valid.py").read_text(encoding="utf-8"))
-PROGRAMS = [node.name for node in TREE.body if isinstance(node, ast.FunctionDef) and node.name != "loader"]
+HELPERS = ("loader", "shared_folder")
+PROGRAMS = [node.name for node in TREE.body if isinstance(node, ast.FunctionDef) and node.name not in HELPERS]
 VALID = Job(script="valid.py")
 
 

@@ -5,10 +5,15 @@ Its argument names the programs that are run, with commas between; without it al
 
 from __future__ import annotations
 
+import os
 import queue
+import shutil
 import sys
+import tempfile
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from tempfile import TemporaryDirectory
 from types import FunctionType
 
 import torch
@@ -17,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lockstep import Accelerator
+from lockstep.utils import broadcast_object_list
 
 accelerator = Accelerator(cpu=True)
 main = accelerator.is_main_process
@@ -256,10 +262,84 @@ def losses_of_its_own() -> None:
     training.check()
 
 
+def main_evaluates_alone() -> None:
+    """Over a prepared loader, with the prepared model."""
+    training, data = Training(), accelerator.prepare(loader())
+    for _ in range(2):
+        for batch in training.loader:
+            training.update(batch)
+        if main:
+            with torch.no_grad():
+                for batch in data:
+                    accelerator.unwrap_model(training.model)(batch)
+    training.check()
+
+
+def loop_in_main_process_first() -> None:
+    data = accelerator.prepare(loader())
+    with accelerator.main_process_first():
+        assert sum(len(batch) for batch in data) == 48 // accelerator.num_processes
+    with accelerator.local_main_process_first():
+        assert sum(len(batch) for batch in data) == 48 // accelerator.num_processes
+
+
+def main_saves_the_model() -> None:
+    training = Training()
+    with TemporaryDirectory() as folder:
+        for step, batch in enumerate(training.loader):
+            training.update(batch)
+            if main and step % 5 == 4:
+                accelerator.save_model(training.model, folder)
+                accelerator.save(accelerator.get_state_dict(training.model), f"{folder}/weights.pt")
+        assert not main or sorted(os.listdir(folder)) == ["model.safetensors", "weights.pt"]
+    training.check()
+
+
+def main_saves_the_state() -> None:
+    """In the middle of a training, at its end, twice in a row, and then once together; and it can be loaded."""
+    training = Training()
+    with shared_folder() as folder:
+        for step, batch in enumerate(training.loader):
+            training.update(batch)
+            if main and step % 5 == 4:
+                accelerator.save_state(f"{folder}/lone")
+                accelerator.save_state(f"{folder}/lone")
+        if main:
+            accelerator.save_state(f"{folder}/last")
+        accelerator.save_state(f"{folder}/together")
+        for name in ("lone", "last", "together"):
+            accelerator.load_state(f"{folder}/{name}")
+            training.check()
+        training.update(batch)
+    training.check()
+
+
+def main_saves_the_state_at_the_end() -> None:
+    """The others go on to something that needs no rank, and have nothing left to wait in."""
+    training = Training()
+    with shared_folder() as folder:
+        for batch in training.loader:
+            training.update(batch)
+        if main:
+            accelerator.save_state(f"{folder}/last", blocking=False)
+            accelerator.wait_for_checkpoint()
+        training.check()
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    names = [tempfile.mkdtemp() if main else ""]
+    broadcast_object_list(names)
+    yield names[0]
+    accelerator.wait_for_everyone()
+    if main:
+        shutil.rmtree(names[0])
+
+
 PROGRAMS = [
     name
     for name, value in list(globals().items())
-    if isinstance(value, FunctionType) and value.__module__ == __name__ and name != "loader"
+    if isinstance(value, FunctionType) and value.__module__ == __name__ and name not in ("loader", "shared_folder")
 ]
 for name in sys.argv[1].split(",") if len(sys.argv) > 1 else PROGRAMS:
     globals()[name]()

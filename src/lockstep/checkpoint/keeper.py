@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.checkpoint import commit, exchange, find, load, save, state
+from lockstep.checkpoint import attendance, commit, exchange, find, load, save, state
 from lockstep.checkpoint.background import Background, Bar
 from lockstep.checkpoint.disk import Disk
 from lockstep.checkpoint.load import Outcome, Request
@@ -41,6 +41,7 @@ class Keeper:
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self._background = Background()
+        self._was_alone = False
 
     def before_save(self, hook: SaveHook) -> RemovableHandle:
         """Have it called before each save."""
@@ -57,10 +58,14 @@ class Keeper:
         self.wait()
         owner = self._owner
         group, project = owner._group, owner.project_configuration
-        wish = Wish(project=project, output_dir=output_dir, safe=safe, durable=durable)
-        site = Site(topology=owner._topology, disk=self.disk, wish=wish)
         with self._in_phase("checkpoint"):
-            talk = exchange.by_collective(group)
+            absent = attendance.attend(group, "" if output_dir is None else os.path.abspath(output_dir))
+            alone = bool(absent)
+            if alone and group.rank != 0:
+                return ""  # the main process saves, and this rank has nothing to add to it any more
+            wish = Wish(project=project, output_dir=output_dir, safe=safe, durable=durable, alone=alone)
+            site = Site(topology=owner._topology, disk=self.disk, wish=wish)
+            talk = attendance.by_one if alone else exchange.by_collective(group)
             save.begin(site, talk)
             mark = self._mark()
             content, failure = Content(), None
@@ -72,11 +77,27 @@ class Keeper:
             if blocking:
                 self._finish(site, content, talk, mark, failure)
             else:
-                through = exchange.StoreExchange(group, site.ticket)
+                through = attendance.by_one if alone else exchange.StoreExchange(group, site.ticket)
                 self._background.start(lambda: self._finish(site, content, through, mark, failure))
             if site.number is not None:
                 project.iteration = site.number + 1
+        if alone:
+            self._log_alone(site, absent)
         return str(site.place)
+
+    def _log_alone(self, site: Site, absent: dict[int, str]) -> None:
+        notices = get_notices("lockstep.checkpoint")
+        where = "; ".join(f"rank {rank} {doing}" for rank, doing in absent.items())
+        text = f"{site.place} was saved by the main process alone ({where})."
+        if self._was_alone:
+            notices.info(text)
+            return
+        self._was_alone = True
+        notices.warning(
+            f"{text} It lacks the random states of the other ranks, their places in stateful loaders and the gradients "
+            "of an open accumulation window: a run that resumes from it does not continue bit for bit. Call "
+            "save_state() on all ranks for that."
+        )
 
     def _finish(
         self,
@@ -109,7 +130,8 @@ class Keeper:
             return Content(files=files)
         record = None if owner._record is None else owner._record.to_dict()
         files = {**state.common_files(objects), **files}
-        return Content(weights=models, files=files, counters=state.counters(objects, owner._updates, record))
+        counters = {**state.counters(objects, owner._updates, record), "alone": site.wish.alone}
+        return Content(weights=models, files=files, counters=counters)
 
     def wait(self) -> None:
         """Until a save in the background has ended; raises what it failed with."""

@@ -41,16 +41,15 @@ class SavesModels:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Called on: all ranks. Write the model's weights for ``load_checkpoint_in_model`` and other tools.
+        """Called on: the main process, or all ranks. Write the model's weights for other tools to load.
 
-        The main process writes, all wait for it, and all raise when it cannot. Files that are there already stay as
-        they are until all new ones are complete; those of an earlier save that would be mixed up with them are removed.
+        The main process writes; the others do nothing, and nobody waits. Files that are there already stay as they are
+        until all new ones are complete; those of an earlier save that would be mixed up with them are removed.
         """
         from lockstep.checkpoint import models
 
-        state = self.get_state_dict(model)
-        models.save_from_one(
-            self._group, self._writes(), state, Path(save_directory), max_shard_size, safe_serialization
+        models.save_model(
+            self.get_state_dict(model), Path(save_directory), max_shard_size, safe_serialization, here=self._writes()
         )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -106,7 +105,9 @@ class SavesState:
         durable: bool = True,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Called on: all ranks. Save all that the run needs to go on; the folder, which is complete or not there.
+        """Called on: all ranks. Save all that the run needs to resume; the folder, which is complete or not there.
+
+        Called on the main process alone, it saves what that has, and logs what a resumed run will lack.
 
         Args:
             output_dir: The folder. With ``automatic_checkpoint_naming`` it is ``checkpoints/checkpoint_N`` instead.

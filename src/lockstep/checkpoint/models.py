@@ -1,11 +1,11 @@
-"""Saving a model from all ranks: one of them writes, all of them learn how it went."""
+"""Files of a model and of single objects: one rank writes, and needs no other."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,8 @@ from lockstep.checkpoint import safe_file, weights
 from lockstep.checkpoint.sharing import clean_state_dict_for_safetensors
 from lockstep.checkpoint.sink import PLAIN
 from lockstep.checkpoint.sizes import shard_size
-from lockstep.comm.objects import all_objects
 from lockstep.errors import CheckpointError
 from lockstep.topology import current
-from lockstep.topology.group import Group
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
@@ -76,25 +74,15 @@ def replace_model(
     return names
 
 
-def save_from_one(
-    group: Group, here: bool, state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool
-) -> None:
-    """Called on: all ranks. Have one write the model's files; when it fails, all raise and name it."""
+def save_model(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool, *, here: bool) -> None:
+    """Write a model's files, on the ranks that do; arguments that cannot be right are refused on all."""
     size = shard_size(max_shard_size)
     weights.refuse_meta(state)
-    only_here(group, here, lambda: replace_model(state, folder, size, safe), folder)
-
-
-def only_here(group: Group, here: bool, action: Callable[[], object], target: Path) -> None:
-    """Called on: all ranks. Have some of them do this; when it fails on one, all raise and name it."""
-    error: Exception | None = None
-    if here:
-        try:
-            action()
-        except Exception as caught:
-            error = caught
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    outcomes = all_objects(group, told, "saving a model")
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(outcomes) if text is not None]
-    if failed:
-        raise CheckpointError(f"The model was not saved to {target} ({'; '.join(failed)}).") from error
+    if not here:
+        return
+    try:
+        replace_model(state, folder, size, safe)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"The model was not saved to {folder} ({type(error).__name__}: {error}).") from error

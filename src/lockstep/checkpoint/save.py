@@ -46,6 +46,8 @@ class Wish:
     """Whether models go into safetensors files."""
     durable: bool = True
     """Whether to wait until the medium has everything."""
+    alone: bool = False
+    """Whether the main process saves without the others."""
 
 
 @dataclass(kw_only=True)
@@ -121,7 +123,10 @@ def _choose(wish: Wish) -> tuple[Path, int | None]:
     project = wish.project
     if project.automatic_checkpoint_naming:
         folder = checkpoints_folder(project)
-        return folder / f"{commit.PREFIX}{project.iteration}", project.iteration
+        number = project.iteration
+        if wish.alone:  # earlier ones may have been counted by other ranks
+            number = max(number, *(taken + 1 for taken, _ in commit.numbered(folder)), 0)
+        return folder / f"{commit.PREFIX}{number}", number
     if wish.output_dir is None:
         raise ConfigError(
             "save_state() was given no folder. Pass one, or use ProjectConfiguration(project_dir=…, "

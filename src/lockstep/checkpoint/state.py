@@ -329,7 +329,7 @@ def _window(
     means over the new number of ranks, so that the sums are scaled by new / old to give the same average; weighted
     ones (``num_items``) are divided by the items of all ranks, so that sums are what is needed.
     """
-    if state is None or not state["window"].get("filled"):
+    if state is None or not state["window"].get("filled") or state.get("alone"):
         return None, []
     before, now = state["world_size"], objects.world_size
     mine = [objects.rank] if before == now else list(range(objects.rank, before, now))

@@ -18,13 +18,17 @@ from lockstep.blackbox.snapshot import Op, Snapshot
 from lockstep.guard import causes, skips
 from lockstep.guard.diagnosis import Diagnosis, Place
 from lockstep.guard.job import Job, is_gone, raw_waited, waited
-from lockstep.guard.whereabouts import by_place, ending, label, raw_name, span, state, whereabouts
+from lockstep.guard.whereabouts import at, by_place, ending, label, raw_name, span, state, whereabouts
 
 # Nobody leaves these before everybody has come.
 _MEETING = ("all_reduce", "allreduce", "all_gather", "allgather", "all_to_all", "alltoall", "barrier", "reduce_scatter")
 _SAME_SHAPES = ("all_reduce", "allreduce", "all_gather", "allgather", "_allgather_base", "reduce_scatter")
-_SHUTDOWN = 3.0
-"""Seconds for which others wait before a rank that is done, but whose process is not, counts as gone."""
+_SHUTDOWN = 10.0
+"""Seconds for which others wait before a rank that is done, but whose process is not, counts as gone: its exit code
+says more than its box, and on a busy host it takes a while.
+"""
+_RAW = 3.0
+"""Seconds in one of torch's collectives after which a rank counts as waiting for one that is in none."""
 _COMPANY = "join"
 """How a collective is called in which a rank that has run out of batches answers whatever the others do."""
 
@@ -185,6 +189,22 @@ def _and(parts: Sequence[str], most: int = 3) -> str:
     if len(parts) > most:
         return f"{', '.join(parts[:most])}, and more"
     return ", ".join(parts)
+
+
+def elsewhere(box: Snapshot, generation: int, number: int) -> str:
+    """Where a rank is that has ended, or waits for one that has entered only so many collectives; else empty.
+
+    Each collective needs every rank, so it stays there until that one comes.
+    """
+    if is_gone(box):
+        doing, site, _ = _ended(box)
+        return state(Place(ranks=(box.rank,), doing=doing, site=site)).removeprefix(f"rank {box.rank} ")
+    if box.generation == generation and box.entered > number:
+        op = box.op or next((op for op in box.history if op.seq == box.entered), None)
+        return f"waits in {at(op)}" if op is not None else "waits in another collective"
+    if box.op is None and box.raw is not None and not box.raw.group and _is_meeting(box.raw.name):
+        return f"waits in torch's {raw_name(box.raw.name)} at {box.raw.site}" if raw_waited(box) >= _RAW else ""
+    return ""
 
 
 # --- somebody will never come --------------------------------------------------------------------------------------

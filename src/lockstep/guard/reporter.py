@@ -44,12 +44,14 @@ class Reporter:
         is_stopped: Callable[[], bool],
         clock: pace.Clock | None = None,
         also: Callable[[], None] = lambda: None,
+        still: Callable[[tuple[int, int, int]], None] = lambda _: None,
     ) -> None:
         self._box = box
         self._note = note
         self._is_stopped = is_stopped
         self._clock = clock
         self._also = also
+        self._still = still
         self._pace_due = 0.0
         self._main = threading.main_thread().ident
         self._mark: tuple[int, int, int] = (0, 0, 0)
@@ -90,6 +92,7 @@ class Reporter:
         if now - self._moved >= STILL:
             self._box.raw(self._under_way(now))
             side.write(self._note, mark, self._stack())
+            self._still(mark)
 
     def _pace(self, now: float) -> None:
         """Now and then: how long the latest steps took this rank by itself."""

@@ -42,8 +42,11 @@ class Strategy(Protocol):
         ``states`` is what a rank that runs out early takes over from the others at the end.
         """
 
-    def enter_backward(self, loss: Any, batch: int) -> int:
-        """Note that a backward begins, if it reduces gradients; what to leave it by. ``batch``: the loader's place."""
+    def enter_backward(self, loss: Any, batch: int) -> int | None:
+        """Note that a backward begins, if it reduces gradients; what to leave it by. ``batch``: the loader's place.
+
+        Negative where it does not; None where it has nothing to do with the models that are trained.
+        """
 
     def stepped(self, optimizer: Any) -> None:
         """Note that an optimizer has made a step."""

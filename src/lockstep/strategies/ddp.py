@@ -91,7 +91,7 @@ class DDP:
             wrapped.register_forward_pre_hook(self._share_buffers)
         return wrapped
 
-    def enter_backward(self, loss: Any, batch: int) -> int:
+    def enter_backward(self, loss: Any, batch: int) -> int | None:
         """Note that a backward begins, if it reduces gradients; so many steps of optimizers must have come before."""
         return self._reductions.enter(loss, batch)
 

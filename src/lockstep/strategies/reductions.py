@@ -51,15 +51,18 @@ class Reductions:
         for parameter in replica.parameters():
             self._owners[id(parameter)] = owner
 
-    def enter(self, loss: Any, batch: int) -> int:
-        """A backward begins. If it reduces gradients, it is a collective: its number, for ``Box.leave``; else -1.
+    def enter(self, loss: Any, batch: int) -> int | None:
+        """A backward begins. If it reduces gradients, it is a collective: its number, for ``Box.leave``.
+
+        Else it is -1 where gradients are held back on this rank, and None where no model of the training has part in it.
 
         Known before any gradient is: a loss reduces when its graph reaches a parameter of a model whose forward has
         prepared it.
         """
         reached = self._reached(loss) if any(model.reduction.expected for model in self._replicas.values()) else None
         if reached is None:
-            return -1
+            holds_back = any(model.reduction.held_back for model in self._replicas.values())
+            return -1 if holds_back or not self._replicas else None
         reached.expected, reached.pending = False, True
         self._count += 1
         if not reached.owned and not self.uneven and self._check.is_due(self._count, unowned=True):

@@ -31,7 +31,7 @@ class Single:
         """Nobody to wait for."""
         return nullcontext()
 
-    def enter_backward(self, loss: Any, batch: int) -> int:
+    def enter_backward(self, loss: Any, batch: int) -> int | None:
         """Nothing to wait for."""
         return -1
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import uuid
+from contextlib import suppress
 from typing import Any, TextIO
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -26,6 +27,9 @@ from lockstep.guard.watcher import WATCHED, Found, Watcher, is_stopped, read_sta
 from lockstep.rundir.place import RunDirectory
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
+
+REMOTE = "standing/{rank}"
+"""Where in the job's store a rank says that it stands still: generation, collective, and in words."""
 
 
 class Watch:
@@ -56,6 +60,8 @@ class Watch:
         self._topology, self._directory, self._job = topology, directory, job
         self._before_me = [] if watched else [box_path(boxes, rank) for rank in range(first, topology.rank)]
         self._watcher: Watcher | None = None
+        self._posted: tuple[int, int, int] | None = None
+        self._store: Any = None
         if topology.is_local_main and not watched:
             self._begin_to_watch()
         self._reporter = Reporter(
@@ -64,6 +70,7 @@ class Watch:
             lambda: is_stopped(directory, self._began),
             group.clock,
             self._take_over,
+            self._post if topology.num_nodes > 1 else lambda _: None,
         )
 
     def _refuse(self, name: str, number: int, other: int) -> None:
@@ -92,11 +99,24 @@ class Watch:
             if not self._before_me:
                 self._begin_to_watch()
 
+    def _post(self, mark: tuple[int, int, int], words: str = "waits in another collective") -> None:
+        """For ranks of other nodes, which do not see this one's box: where it stands still."""
+        generation, entered, left = mark
+        if mark == self._posted or entered == left:
+            return
+        self._posted = mark
+        with suppress(RuntimeError):
+            if self._store is None:
+                self._store = self._group.store.clone()  # type: ignore[attr-defined]
+            self._store.set(REMOTE.format(rank=self._topology.rank), f"{generation} {entered} {words}")
+
     def close(self, failed: str = "") -> None:
         """The rank leaves the job: in good order, or with this exception."""
         if self._watcher is not None:
             self._watcher.close()
         self._reporter.stop()
+        if self._topology.num_nodes > 1:
+            self._post((self._group.generation, -1, 0), "has failed" if failed else "has finished")
         if self._stacks is not None:
             faulthandler.unregister(signal.SIGUSR2)
             self._stacks.close()

@@ -1,0 +1,142 @@
+"""Who takes part in a save: all ranks, or the main process alone.
+
+Many scripts call ``save_state`` on the main process only. Nothing tells this from ranks that are on their way, except
+what they do next: a rank that has entered a collective later than this one, or that has ended, will not come. Then the
+main process saves what it has. No time limit decides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from typing import Any
+
+from lockstep.blackbox.read import read_all
+from lockstep.blackbox.snapshot import Snapshot
+from lockstep.config import env
+from lockstep.errors import CheckpointError
+from lockstep.guard.diagnose import elsewhere
+from lockstep.guard.watcher import read_stall
+from lockstep.guard.whereabouts import span
+from lockstep.logging import get_notices
+from lockstep.topology.group import Group
+from lockstep.topology.watch import REMOTE
+
+_CURRENT = "save/current/{rank}"
+"""Where in the job's store a rank says which save it waits in."""
+_POLL = 0.005
+_LOOK = 0.2
+"""Seconds between two looks at what the others do."""
+
+
+def attend(group: Group, target: str) -> dict[int, str]:
+    """Called on: the main process, or all ranks. Whoever will not come, and where each is instead; empty when all came.
+
+    On other ranks it is the main process that decides. It raises where that one will not come.
+    """
+    if group.world_size == 1 or not group.box.mark()[1]:
+        return {}
+    return _Roll(group, target).call()
+
+
+class _Roll:
+    """One save, as one rank waits for the others."""
+
+    def __init__(self, group: Group, target: str) -> None:
+        self._group = group
+        self._generation, self._number, _ = group.box.mark()
+        digest = hashlib.blake2b(target.encode(), digest_size=8).hexdigest()
+        place = f"save/{self._generation}/{self._number}/{digest}"
+        self._place = f"{place}/{group.ordinal(place)}"
+        self._store: Any = group.store
+        self._began = time.monotonic()
+        self._look_after = self._began + _LOOK
+        self._report_after = read_stall(env.snapshot())
+
+    def call(self) -> dict[int, str]:
+        mine = _CURRENT.format(rank=self._group.rank)
+        self._store.set(f"{self._place}/{self._group.rank}", b"here")
+        self._store.set(mine, self._place.encode())
+        try:
+            return self._gather() if self._group.rank == 0 else self._follow()
+        finally:
+            self._store.set(mine, b"")
+
+    def _gather(self) -> dict[int, str]:
+        absent = set(range(1, self._group.world_size))
+        gone: dict[int, str] = {}
+        while absent and not gone:
+            absent = {rank for rank in absent if not self._store.check([f"{self._place}/{rank}"])}
+            gone = self._look(absent)
+        decision = f"{self._place}/decision"
+        self._store.set(decision, b"alone" if gone else b"together")
+        # Answered once it is there: a rank that sees this one elsewhere from now on finds the decision.
+        self._store.check([decision])
+        return gone
+
+    def _follow(self) -> dict[int, str]:
+        decision = f"{self._place}/decision"
+        gone: dict[int, str] = {}
+        while not self._store.check([decision]):
+            if gone:
+                raise CheckpointError(
+                    f"save_state() was called on rank {self._group.rank}, but the main process {gone[0]}. Call it on "
+                    "all ranks, or on the main process alone."
+                )
+            gone = self._look({0})
+        return {self._group.rank: ""} if self._store.get(decision) == b"alone" else {}
+
+    def _look(self, absent: set[int]) -> dict[int, str]:
+        """Which of these will not come, and where they are; after a moment, in which nothing may have happened."""
+        self._group.check("saving a state")
+        time.sleep(_POLL)
+        now = time.monotonic()
+        if now < self._look_after or not absent:
+            return {}
+        self._look_after = now + _LOOK
+        boxes = self._boxes()
+        found = {rank: where for rank in absent if (where := self._where(rank, boxes.get(rank)))}
+        if self._group.rank == 0:
+            found |= {rank: "waits in another save_state()" for rank in absent if self._saves_other(rank)}
+        if not found and now - self._began >= self._report_after:
+            self._report(absent, now - self._began)
+        return found
+
+    def _where(self, rank: int, box: Snapshot | None) -> str:
+        """Where a rank is that will not come; empty while it may."""
+        if box is not None:
+            return elsewhere(box, self._generation, self._number)
+        # On another node: its own reporter writes down where it waits, and that it has ended.
+        key = REMOTE.format(rank=rank)
+        if not self._store.check([key]):
+            return ""
+        generation, number, *words = self._store.get(key).decode(errors="replace").split(maxsplit=2)
+        waits = int(generation) == self._generation and int(number) > self._number
+        return " ".join(words) if waits or int(number) < 0 else ""
+
+    def _saves_other(self, rank: int) -> bool:
+        """Whether a rank waits in a save to another folder, for this one to decide about it."""
+        key = _CURRENT.format(rank=rank)
+        place = self._store.get(key).decode() if self._store.check([key]) else ""
+        return place not in ("", self._place) and not self._store.check([f"{place}/decision"])
+
+    def _boxes(self) -> dict[int, Snapshot]:
+        """Of the ranks of this node, in this job."""
+        boxes = read_all(self._group.boxes) if self._group.boxes is not None else []
+        mine = next((box for box in boxes if box.rank == self._group.rank and box.pid == os.getpid()), None)
+        return {box.rank: box for box in boxes if mine is not None and box.attempt == mine.attempt}
+
+    def _report(self, absent: set[int], waited: float) -> None:
+        self._report_after = 2 * waited
+        names = ", ".join(str(rank) for rank in sorted(absent))
+        get_notices("lockstep.checkpoint").warning(
+            f"save_state() on rank {self._group.rank} has waited {span(waited)} for rank {names}, which may still "
+            "come. `lockstep stacks` shows where each rank is.",
+            main_process_only=False,
+        )
+
+
+def by_one(value: Any, doing: str) -> list[Any]:
+    """An exchange of one rank with itself."""
+    return [value]
