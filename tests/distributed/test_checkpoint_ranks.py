@@ -192,7 +192,7 @@ def out_of_step(folder: str, *entered: str) -> str:
     accelerator.prepare(nn.Linear(1, 1))
     accelerator.wait_for_everyone()
     box = accelerator._group.box
-    box.meet(None, lambda number, rank: None)  # ranks of other machines cannot be seen
+    box.meet(None, lambda name, number, rank: None)  # ranks of other machines cannot be seen
     if name := entered[accelerator.process_index]:
         box.leave(box.enter(name))  # as a rank of another machine would, in a collective that needs no partner
     try:
@@ -204,7 +204,7 @@ def out_of_step(folder: str, *entered: str) -> str:
 
 def test_ranks_that_are_not_at_one_place_commit_nothing(tmp_path: Path) -> None:
     for told in run_ranks(out_of_step, 2, str(tmp_path / "state"), "", "reduce"):
-        assert "was not committed: the ranks are not at the same place. rank 1 has entered" in told
+        assert "was not committed: the ranks are not at the same place: rank 1 has entered" in told
     for told in run_ranks(out_of_step, 2, str(tmp_path / "state"), "gather", "reduce"):
         assert "was not committed: rank 1 called other collectives than the rest" in told
     assert not (tmp_path / "state").exists()

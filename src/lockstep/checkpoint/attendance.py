@@ -47,7 +47,8 @@ class _Roll:
         self._group = group
         self._generation, self._number, _ = group.box.mark()
         digest = hashlib.blake2b(target.encode(), digest_size=8).hexdigest()
-        place = f"save/{self._generation}/{self._number}/{digest}"
+        self._target = f"save/{self._generation}/{digest}/"
+        place = f"{self._target}{self._number}"
         self._place = f"{place}/{group.ordinal(place)}"
         self._store: Any = group.store
         self._began = time.monotonic()
@@ -85,7 +86,10 @@ class _Roll:
                     "all ranks, or on the main process alone."
                 )
             gone = self._look({0})
-        return {self._group.rank: ""} if self._store.get(decision) == b"alone" else {}
+        decided = self._store.get(decision).decode()
+        if decided.startswith("apart"):
+            raise _apart(decided.partition(" ")[2])
+        return {self._group.rank: ""} if decided == "alone" else {}
 
     def _look(self, absent: set[int]) -> dict[int, str]:
         """Which of these will not come, and where they are; after a moment, in which nothing may have happened."""
@@ -96,9 +100,9 @@ class _Roll:
             return {}
         self._look_after = now + _LOOK
         boxes = self._boxes()
-        found = {rank: where for rank in absent if (where := self._where(rank, boxes.get(rank)))}
-        if self._group.rank == 0:
-            found |= {rank: "waits in another save_state()" for rank in absent if self._saves_other(rank)}
+        others = {rank for rank in absent if self._saves_other(rank)} if self._group.rank == 0 else set()
+        found = {rank: where for rank in absent - others if (where := self._where(rank, boxes.get(rank)))}
+        found |= dict.fromkeys(others, "waits in another save_state()")
         if not found and now - self._began >= self._report_after:
             self._report(absent, now - self._began)
         return found
@@ -116,10 +120,21 @@ class _Roll:
         return " ".join(words) if waits or int(number) < 0 else ""
 
     def _saves_other(self, rank: int) -> bool:
-        """Whether a rank waits in a save to another folder, for this one to decide about it."""
+        """Whether a rank waits in another save, for this one to decide about it.
+
+        One of the same folder after another number of collectives proves that the ranks are out of step: none can have
+        completed a collective that the other has not entered.
+        """
         key = _CURRENT.format(rank=rank)
         place = self._store.get(key).decode() if self._store.check([key]) else ""
-        return place not in ("", self._place) and not self._store.check([f"{place}/decision"])
+        if place in ("", self._place) or self._store.check([f"{place}/decision"]):
+            return False
+        number = place.removeprefix(self._target).partition("/")[0]
+        if place.startswith(self._target) and number != str(self._number):
+            text = f"rank {rank} has entered {number} collectives, the main process {self._number}"
+            self._store.set(f"{place}/decision", f"apart {text}".encode())
+            raise _apart(text)
+        return True
 
     def _boxes(self) -> dict[int, Snapshot]:
         """Of the ranks of this node, in this job."""
@@ -135,6 +150,14 @@ class _Roll:
             "come. `lockstep stacks` shows where each rank is.",
             main_process_only=False,
         )
+
+
+def _apart(text: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint was not committed: the ranks are not at the same place: {text}. One of them called something "
+        "that the other did not, or left something out. Call every collective, and save_state(), on all ranks alike; "
+        "Accelerator(debug=True) finds the call."
+    )
 
 
 def by_one(value: Any, doing: str) -> list[Any]:

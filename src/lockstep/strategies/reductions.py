@@ -54,7 +54,7 @@ class Reductions:
     def enter(self, loss: Any, batch: int) -> int | None:
         """A backward begins. If it reduces gradients, it is a collective: its number, for ``Box.leave``.
 
-        Else it is -1 where gradients are held back on this rank, and None where no model of the training has part in it.
+        Else it is -1 where gradients are held back on this rank, and None where no model of the training is involved.
 
         Known before any gradient is: a loss reduces when its graph reaches a parameter of a model whose forward has
         prepared it.
