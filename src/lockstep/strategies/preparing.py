@@ -252,11 +252,12 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
         updates = -(-batches // self._accumulation.num_steps)
         # Who counts updates did not count the batches of the unprepared loader.
         before = loader.batches_before if self._settings.scheduler_unit is SchedulerUnit.PROCESS else None
-        line = horizon.judge(length, updates * scheduler.steps_per_update, before, batches)
+        per_update = scheduler.steps_per_update
+        line = horizon.describe(length, updates * per_update, per_update, before, batches)
         if line is not None:
-            from lockstep.logging import get_logger  # loaded where it is used: there is seldom anything to say
+            from lockstep.logging import get_notices  # loaded where it is used: there is seldom anything to log
 
-            get_logger(__name__).warning(line)
+            get_notices("lockstep.run").info(line)
 
     def _announce_run(self, optimizer: PreparedOptimizer) -> None:
         """Before the first update: tell how the run is set up, and what that changes against the run before."""

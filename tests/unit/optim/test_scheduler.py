@@ -138,23 +138,23 @@ def horizon_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(("length", "lines"), [(4, 1), (12, 0), (18, 0)])
-def test_a_schedule_that_ends_early_is_told_once(caplog: pytest.LogCaptureFixture, length: int, lines: int) -> None:
+def test_a_schedule_that_ends_early_is_logged_once(caplog: pytest.LogCaptureFixture, length: int, lines: int) -> None:
     accelerator = Accelerator(cpu=True)
     scheduler, _ = steps_taken(accelerator, make=lambda optimizer: CosineAnnealingLR(optimizer, T_max=length))
     scheduler.step()
     found = horizon_lines(caplog)
     assert len(found) == lines
     if lines:
-        assert f"{length} steps long, and one epoch advances it by 6" in found[0]
-        assert "ends early" in found[0]
+        assert f"{length} steps long, and one epoch advances it by 6: it ends after 0.667 epochs" in found[0]
 
 
-def test_a_schedule_that_never_ends_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Twelve micro-batches counted as steps, when four of them make an update."""
+def test_a_schedule_that_may_count_micro_batches_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Twelve micro-batches counted as steps, when four of them make an update; or else four epochs of three updates."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     steps_taken(accelerator, 12, lambda optimizer: CosineAnnealingLR(optimizer, T_max=12))
-    (line,) = horizon_lines(caplog)
-    assert "will not end within 1 epoch" in line
+    (record,) = [record for record in caplog.records if "learning rate schedule" in record.message]
+    assert record.levelname == "INFO"
+    assert "it ends after 4 epochs. If it was meant for 1 epoch of 12 batches" in record.message
 
 
 def test_nothing_is_told_of_a_scheduler_that_goes_its_own_way(caplog: pytest.LogCaptureFixture) -> None:
