@@ -23,7 +23,16 @@ def test_the_slow_rank_and_its_phase_are_named(ended: Callable[[Job], Result], j
     assert done.words.count("slower than the other ranks") == 1, done
 
 
-@pytest.mark.parametrize("job", [slow("none")], ids=str)
+@pytest.mark.parametrize("job", in_soak(Job(scenario="slow", script="data_bound.py")), ids=str)
+def test_a_rank_whose_workers_are_slow_is_named(ended: Callable[[Job], Result], job: Job) -> None:
+    done = ended(job)
+    assert done.code == 0, done
+    assert "Rank 1 (" in done.words, done
+    assert "most of it in data" in done.words, done
+    assert done.words.count("slower than the other ranks") == 1, done
+
+
+@pytest.mark.parametrize("job", [slow("none"), *in_soak(Job(scenario="equal", script="data_bound.py"))], ids=str)
 def test_equal_ranks_are_left_alone(ended: Callable[[Job], Result], job: Job) -> None:
     done = ended(job)
     assert done.code == 0, done

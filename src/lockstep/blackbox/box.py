@@ -83,7 +83,7 @@ class NoBox:
     def generation(self, number: int) -> None:
         """See ``Box``."""
 
-    def pace(self, data: float, forward: float, backward: float, whole: float, waited: float) -> None:
+    def pace(self, data: float, forward: float, backward: float, whole: float, waited: float, workers: float) -> None:
         """See ``Box``."""
 
     def raw(self, raw: Raw | None) -> None:
@@ -353,11 +353,11 @@ class Box(NoBox):
 
     # ------------------------------------------------------------ from the reporter's thread
 
-    def pace(self, data: float, forward: float, backward: float, whole: float, waited: float) -> None:
-        """Seconds of the rank's own work in one step, by phase; of the whole step; of waiting in its backward."""
+    def pace(self, data: float, forward: float, backward: float, whole: float, waited: float, workers: float) -> None:
+        """Seconds of one step, as in ``Step``."""
         count = self._paces = self._paces + 1
         slot = layout.PACES + (count & (layout.PACE_SLOTS - 1)) * layout.PACE.size
-        layout.PACE.pack_into(self._buffer, slot, data, forward, backward, whole, waited)
+        layout.PACE.pack_into(self._buffer, slot, data, forward, backward, whole, waited, workers)
         self._words[layout.PACE_COUNT] = count
 
     def raw(self, raw: Raw | None) -> None:

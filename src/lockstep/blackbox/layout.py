@@ -68,7 +68,7 @@ RAW = struct.Struct("@qqdIIII")
 """1 when there is one, its number, seconds, the texts' lengths; the texts follow. A version stands at both ends."""
 RAW_ROOM = {"name": 128, "site": 352, "shapes": 352, "group": 96}
 
-PACE = struct.Struct("@5f")
+PACE = struct.Struct("@6f")
 
 # ---------------------------------------------------------------- places
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-Step = tuple[float, float, float, float, float]
-"""Seconds of a step: a rank's own work on data, in forward, in backward; the whole; waiting at the end of backward."""
+Step = tuple[float, float, float, float, float, float]
+"""Seconds of a step: a rank's own work on data, in forward, in backward; the whole; waiting at the end of backward;
+for how long the loader's worker processes were busy beside all that."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from lockstep.comm.profiled import being_profiled
 from lockstep.data import cursor
 from lockstep.data.round import Round, name_samples
 from lockstep.data.shards import UNKNOWN, Shard, ShardedIterable
-from lockstep.data.taking import short_form
+from lockstep.data.taking import short_form, workers_of
 from lockstep.errors import DataError
 from lockstep.topology.group import Group
 
@@ -297,9 +297,13 @@ class PreparedDataLoader(DataLoader[Any]):
         stream = isinstance(shard, ShardedIterable)
         stateful = stream and hasattr(self.inner, "state_dict")
         coming = shard.coming
+        clock = None if self.dispatched else self._group.clock
+        outside = None if clock is None else clock.workers
         try:
             batches = iter(self.inner)
             take = short_form(batches)
+            if clock is not None:
+                clock.workers = workers_of(batches)
             while True:
                 try:
                     batch = next(batches) if take is None or being_profiled() else take()
@@ -320,6 +324,9 @@ class PreparedDataLoader(DataLoader[Any]):
         except Exception as error:
             self._tell(error, shard.latest if stream else coming[0] if coming else None)
             raise
+        finally:
+            if clock is not None:
+                clock.workers = outside  # of the loop around this one
 
     def _tell(self, error: Exception, round_: Round | None) -> None:
         from lockstep.data import failure  # loaded when something has failed

@@ -5,6 +5,10 @@ in a step: fetching data, forward, and backward up to the moment at which its la
 rank's reporter puts that together: when the loader was asked and answered, when backward was entered and left (noted by
 the loop), and when torch started the collectives inside it (its Flight Recorder, which is on anyway).
 
+Where worker processes read ahead, not waiting for data is no proof of a quick loader. Of equal ranks that are all as
+slow as their loaders, the one that happens to have a batch in reserve keeps it, and the other one waits in every step.
+So where there are workers, a rank's own work on data is what these are busy in a step, which the reporter samples.
+
 A machine compares its own ranks by itself. Whoever is slow elsewhere shows in that all of its ranks wait: only then are
 the other machines asked, and ever more seldom where nobody stands out.
 """
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median, quantiles
@@ -33,6 +37,8 @@ SETTLE = 3.0
 PAUSE, LONGEST = 300.0, 1800.0
 """Seconds between the first two questions; each time twice as many, up to the second."""
 _KEPT = 64
+_SAMPLES = 20
+"""Looks at the workers from which on the share of time that they are busy is known well enough."""
 _PHASES = ("data", "forward", "backward")
 _ADVICE = {
     "data": "Look at what its loader reads: a slower disk or mount, larger samples, too few num_workers.",
@@ -44,7 +50,7 @@ _ADVICE = {
 class Clock:
     """When this rank asked for data and got it, entered backward and left it: its latest steps while it is on."""
 
-    __slots__ = ("backwards", "fetches", "on")
+    __slots__ = ("backwards", "busy", "fetches", "on", "workers")
 
     def __init__(self) -> None:
         self.on = False
@@ -53,14 +59,36 @@ class Clock:
         """When the loader was asked, and when it answered."""
         self.backwards: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         """When a backward that averages gradients was entered and left."""
+        self.workers: Callable[[], float] | None = None
+        """What gives the share of the loader's worker processes that are busy; None where this rank reads by itself."""
+        self.busy: deque[float] = deque(maxlen=_KEPT)
+        """These shares, at moments that have nothing to do with the steps."""
+
+    def sample(self) -> None:
+        """Look at the workers."""
+        workers = self.workers
+        if workers is not None:
+            self.busy.append(workers())
+        elif self.busy:
+            self.busy.popleft()  # of an epoch that has ended
+
+    def busy_share(self) -> float:
+        """The share of their time that the workers are busy: 0 without any, all of it while that is not known."""
+        if len(self.busy) >= _SAMPLES:
+            return sum(self.busy) / len(self.busy)
+        return 1.0 if self.busy or self.workers is not None else 0.0
 
 
 def own_times(
-    fetches: Sequence[tuple[float, float]], backwards: Sequence[tuple[float, float]], started: Sequence[float]
+    fetches: Sequence[tuple[float, float]],
+    backwards: Sequence[tuple[float, float]],
+    started: Sequence[float],
+    busy: float = 0.0,
 ) -> list[Step]:
     """The times of each step of which all is known.
 
     The first two are a clock's; ``started`` says when torch started a collective. All in the same seconds, in order.
+    ``busy`` is the share of their time that the loader's workers are.
     """
     steps = []
     entered = [pair[0] for pair in backwards]
@@ -73,7 +101,8 @@ def own_times(
         last = bisect_left(started, left) - 1
         if last >= 0 and started[last] >= began:
             own = answered - asked, began - answered, started[last] - began
-            steps.append((*own, asked_next - asked, left - started[last]))
+            whole = asked_next - asked
+            steps.append((*own, whole, left - started[last], busy * whole))
     return steps
 
 
@@ -156,7 +185,7 @@ def _slowest(parts: Sequence[Sequence[Snapshot]]) -> Slow | None:
         phase=phase,
         own=typical,
         others=others,
-        more=more[phase],
+        more=min(more[phase], typical - others),
         lost=min(1.0, (typical - others) / whole) if whole else 0.0,
     )
 
@@ -198,7 +227,11 @@ class Questions:
 
 
 def _own(box: Snapshot) -> list[float]:
-    return [sum(step[:3]) for step in box.pace[-STEPS:]]
+    # Workers read while the rank computes, so the longer of the two counts.
+    return [
+        max(forward + backward, workers) if workers else data + forward + backward
+        for data, forward, backward, _, _, workers in box.pace[-STEPS:]
+    ]
 
 
 def _typical(boxes: Sequence[Snapshot]) -> float:

@@ -97,7 +97,10 @@ class Reporter:
     def _pace(self, now: float) -> None:
         """Now and then: how long the latest steps took this rank by itself."""
         clock = self._clock
-        if clock is None or now < self._pace_due:
+        if clock is None:
+            return
+        clock.sample()
+        if now < self._pace_due:
             return
         if not clock.on:
             clock.fetches.clear()
@@ -113,7 +116,7 @@ class Reporter:
         ahead = time.time() - time.monotonic()
         entries = dump.get("entries", ()) if dump is not None else ()
         started = [entry.get("time_created_ns", 0) / 1e9 - ahead for entry in entries if not entry.get("is_p2p")]
-        for step in pace.own_times(fetches, tuple(clock.backwards), started):
+        for step in pace.own_times(fetches, tuple(clock.backwards), started, clock.busy_share()):
             self._box.pace(*step)
 
     def _stack(self) -> tuple[str, ...]:

@@ -325,12 +325,12 @@ def test_phases_steps_and_recovery(tmp_path: Path) -> None:
 
 def test_the_latest_paces(tmp_path: Path) -> None:
     box = writers.make(tmp_path)
-    box.pace(1, 2, 3, 4, 5)
-    assert look(box).pace == ((1.0, 2.0, 3.0, 4.0, 5.0),)
+    box.pace(1, 2, 3, 4, 5, 6)
+    assert look(box).pace == ((1.0, 2.0, 3.0, 4.0, 5.0, 6.0),)
     for number in range(200):
-        box.pace(number, 0, 0.5, number, 0.25)
+        box.pace(number, 0, 0.5, number, 0.25, 0)
     # The oldest place is the one that is written next, so it is not read.
-    assert look(box).pace == tuple((float(n), 0.0, 0.5, float(n), 0.25) for n in range(137, 200))
+    assert look(box).pace == tuple((float(n), 0.0, 0.5, float(n), 0.25, 0.0) for n in range(137, 200))
 
 
 def test_torchs_own_collective(tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ def test_where_no_box_can_be_made_there_is_one_that_keeps_nothing(
         box.step(1)
         box.recovering(True)
         box.generation(1)
-        box.pace(1, 1, 1, 1, 1)
+        box.pace(1, 1, 1, 1, 1, 1)
         box.raw(None)
         box.beat()
         box.close("finished")

@@ -52,7 +52,7 @@ def hammer(folder: Path, rank: int, distinct: int) -> None:
             number = box.enter(f"op {kind}", ("signature", kind, "x" * (kind % 50)))
             box.step(seq)
             box.phase(f"phase {kind}")
-            box.pace(*[count % 1000] * 5)
+            box.pace(*[count % 1000] * 6)
             if not seq % 7:
                 box.raw(Raw(name=f"raw {seq}", number=seq, site=f"site {seq}" * (seq % 5), since=float(seq)))
                 box.beat()

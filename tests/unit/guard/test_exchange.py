@@ -26,7 +26,7 @@ def box(rank: int, **more: Any) -> Snapshot:
         history=(op,),
         raw=Raw(name="all_reduce", number=4),
         stack=("train.py:3 in train",),
-        pace=((1.0, 2.0, 3.0, 4.0, 5.0),),
+        pace=((1.0, 2.0, 3.0, 4.0, 5.0, 6.0),),
         **more,
     )
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.guard import pace
-from lockstep.guard.pace import STEPS, Questions, Slow, all_wait, find_slow, own_times
+from lockstep.guard.pace import STEPS, Clock, Questions, Slow, all_wait, find_slow, own_times
 
 
 def box(rank: int, steps: list[tuple[float, ...]], world_size: int = 2, **more: object) -> Snapshot:
-    fields = {"host": f"host{rank}", "device": f"cuda:{rank}", "pace": tuple(steps), **more}
+    whole = tuple((*step, *[0.0] * (6 - len(step))) for step in steps)
+    fields = {"host": f"host{rank}", "device": f"cuda:{rank}", "pace": whole, **more}
     return Snapshot(rank=rank, world_size=world_size, **fields)  # type: ignore[arg-type]
 
 
@@ -24,12 +25,16 @@ def test_a_step_is_put_together_from_its_times() -> None:
     fetches = [(0.0, 1.0), (10.0, 11.0), (20.0, 21.0)]
     backwards = [(3.0, 8.0), (13.0, 18.0)]
     started = [4.0, 6.0, 9.0, 14.0, 17.0]  # the one at 9 follows backward: the script's own
-    assert own_times(fetches, backwards, started) == [(1.0, 2.0, 3.0, 10.0, 2.0), (1.0, 2.0, 4.0, 10.0, 1.0)]
+    assert own_times(fetches, backwards, started) == [
+        (1.0, 2.0, 3.0, 10.0, 2.0, 0.0),
+        (1.0, 2.0, 4.0, 10.0, 1.0, 0.0),
+    ]
+    assert [step[5] for step in own_times(fetches, backwards, started, busy=0.5)] == [5.0, 5.0]
 
 
 def test_steps_of_which_something_is_not_known_are_left_out() -> None:
     fetches = [(0.0, 1.0), (10.0, 11.0), (20.0, 21.0), (30.0, 31.0)]
-    assert own_times(fetches, [(13.0, 18.0)], [14.0]) == [(1.0, 2.0, 1.0, 10.0, 4.0)]  # evaluating, accumulating
+    assert own_times(fetches, [(13.0, 18.0)], [14.0]) == [(1.0, 2.0, 1.0, 10.0, 4.0, 0.0)]  # evaluating, accumulating
     assert own_times(fetches, [(3.0, 8.0)], []) == []  # nothing is known of torch's collectives
     assert own_times([], [(3.0, 8.0)], [4.0]) == []
 
@@ -44,7 +49,7 @@ def test_whatever_the_steps_their_times_come_out(spans: list[tuple[float, ...]],
         fetches.append((asked, answered))
         backwards.append((began, began + own + wait))
         now = began + own + wait + rest
-        wanted.append((data, forward, own, now - asked, wait))
+        wanted.append((data, forward, own, now - asked, wait, 0.0))
     found = own_times(fetches, backwards, started)
     assert len(found) == len(spans) - 1  # the last step has not ended
     for step, meant in zip(found, wanted, strict=False):
@@ -79,6 +84,45 @@ def test_equal_ranks_on_a_busy_machine_are_not_slow() -> None:
         return [(*(0.002 * (1 + draw.expovariate(1.0)) for _ in range(3)), 0.02) for _ in range(STEPS)]
 
     assert all(find_slow([box(0, noisy(seed)), box(1, noisy(seed + 1000))]) is None for seed in range(300))
+
+
+def data_bound(*busy: float) -> list[Snapshot]:
+    """Rank 0 waits for its loader in each step, rank 1 has a batch in reserve; how much their workers are busy."""
+    waits, reserve = (0.020, 0.001, 0.001, 0.022, 0.0), (0.0, 0.001, 0.001, 0.022, 0.020)
+    return [box(0, [(*waits, busy[0] * 0.022)] * STEPS), box(1, [(*reserve, busy[1] * 0.022)] * STEPS)]
+
+
+def test_who_has_a_batch_in_reserve_is_not_quicker_than_who_has_none() -> None:
+    assert find_slow(data_bound(1.0, 1.0)) is None
+    assert find_slow(data_bound(1.0, 0.9)) is None
+    assert find_slow(data_bound(0.7, 0.7)) is None  # on a busy machine each of them is held up now and then
+
+
+def test_who_has_idle_workers_is_quicker_and_by_how_much_is_known() -> None:
+    slow = find_slow(data_bound(1.0, 0.25))
+    assert slow is not None
+    assert (slow.ranks, slow.phase) == ((0,), "data")
+    assert slow.others == pytest.approx(0.0055)
+    assert slow.more == pytest.approx(0.0165)
+    assert slow.lost == pytest.approx(0.75)
+
+
+def test_workers_count_as_busy_until_they_were_looked_at_often_enough() -> None:
+    clock = Clock()
+    clock.sample()
+    assert clock.busy_share() == 0.0  # there are none
+    clock.workers = lambda: 0.25
+    assert clock.busy_share() == 1.0
+    for _ in range(19):
+        clock.sample()
+    assert clock.busy_share() == 1.0
+    clock.sample()
+    assert clock.busy_share() == 0.25
+    clock.workers = None  # the epoch has ended
+    assert clock.busy_share() == 0.25
+    for _ in range(20):
+        clock.sample()
+    assert clock.busy_share() == 0.0
 
 
 def test_no_verdict_from_too_little() -> None:

@@ -18,9 +18,9 @@ from lockstep.guard import exchange, pace
 from lockstep.guard.watcher import Watcher
 from lockstep.rundir.place import RunDirectory
 
-ALONE = (0.001, 0.004, 0.005, 0.020, 0.0005)
-WAITS = (0.001, 0.004, 0.005, 0.065, 0.0500)
-LATE = (0.001, 0.004, 0.055, 0.065, 0.0001)
+ALONE = (0.001, 0.004, 0.005, 0.020, 0.0005, 0.0)
+WAITS = (0.001, 0.004, 0.005, 0.065, 0.0500, 0.0)
+LATE = (0.001, 0.004, 0.055, 0.065, 0.0001, 0.0)
 NODES = 2
 
 
