@@ -77,7 +77,7 @@ def test_a_rank_that_dies_is_named_and_a_checkpoint_is_left(tmp_path: Path, who:
     assert outcomes[who].exit_code == -signal.SIGKILL
     other = outcomes[1 - who]
     # By the error of the exchange, or by the guard, whichever sees first that the rank is gone.
-    named = f"rank {who} died" if other.error_type == "PeerFailure" else f"rank {who} "
+    named = f"rank {who}, which died" if other.error_type == "PeerFailure" else f"rank {who} "
     assert named in (other.error_text + other.output).lower()
     assert find.verify(folder) == []
     counts = run_ranks(load, 2, str(folder))

@@ -32,6 +32,8 @@ _EVENTS = layout.EVENTS
 _EVENT_MASK = layout.EVENT_SLOTS - 1
 _ENTERED, _LEFT = layout.ENTERED, layout.LEFT
 _OPTIMIZER_STEPS = layout.OPTIMIZER_STEPS
+_PHASE = object()
+"""Stands where a collective has its signature."""
 _MAX_PASSED = 4096
 _MAX_CALLS = 1024
 _DIGESTED = 200
@@ -400,7 +402,10 @@ class Box(NoBox):
     # ------------------------------------------------------------ the end
 
     def close(self, how: str, words: str = "") -> None:
-        """The rank leaves the job: "finished", or "failed" with the exception's first line. The first call counts."""
+        """The rank leaves the job: "finished", "asked to end", or "failed" with the exception's first line.
+
+        The first call counts.
+        """
         code = {word: number for number, word in layout.CLOSED.items()}.get(how, 2)
         data = words.encode(errors="backslashreplace")[: layout.CLOSING_ROOM - layout.WORD]
         start = layout.CLOSING + 2 * layout.WORD
@@ -435,11 +440,18 @@ class Box(NoBox):
         return call
 
     def _learn_phase(self, name: str, site: bool) -> bytes:
-        _, site_hash, place = self._find_site(3) if site else (None, layout.ANY, layout.NOWHERE)
+        key, site_hash, place = self._find_site(3) if site else (None, layout.ANY, layout.NOWHERE)
+        known = self._calls.get((key, name, _PHASE)) if site else None
+        if known is not None:
+            return known[0]
         name_hash, title = self._find(self._names, name)
         constant = layout.CALL.pack(name_hash, layout.ANY, site_hash, title, layout.NOWHERE, place, layout.PLAIN)
         if not site:
             self._siteless[name] = constant
+        elif key is not None:
+            if len(self._calls) >= _MAX_CALLS:
+                self._calls.clear()
+            self._calls[key, name, _PHASE] = constant, name_hash, layout.ANY
         return constant
 
     def _find_site(self, depth: int) -> tuple[int | None, int, int]:

@@ -92,7 +92,8 @@ BEAT = SIDE // WORD
 STEPPED, CALLED, PENDING, SKIPPED, SKIPPED_STEP, SKIPPED_AT = (TRAINING // WORD + word for word in (0, 2, 4, 5, 6, 7))
 EVENT_WORDS = EVENTS // WORD
 
-CLOSED = {0: "", 1: "finished", 2: "failed"}
+ASKED_TO_END = "asked to end"
+CLOSED = {0: "", 1: "finished", 2: "failed", 3: ASKED_TO_END}
 
 
 @dataclass(frozen=True, kw_only=True)

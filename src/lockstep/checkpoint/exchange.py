@@ -5,16 +5,13 @@ A save in the background cannot use collectives: training's own are under way, i
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.blackbox.read import read_all
 from lockstep.comm.objects import all_objects
-from lockstep.errors import CheckpointError, PeerFailure
-from lockstep.rundir.ranks import name_ranks
+from lockstep.errors import CheckpointError
 from lockstep.topology.group import Group
 
 Exchange = Callable[[Any, str], list[Any]]
@@ -26,25 +23,7 @@ _POLL = 0.02
 def by_collective(group: Group) -> Exchange:
     """Called on: all ranks, in the thread that trains."""
 
-    def talk(value: Any, doing: str) -> list[Any]:
-        try:
-            return all_objects(group, value, doing)
-        except PeerFailure as error:
-            dead = dead_ranks(group) if error.rank is None else []
-            if not dead:
-                raise
-            raise PeerFailure(f"While {doing}, {name_ranks(dead)} died. {error}", rank=dead[0]) from error
-
-    return talk
-
-
-def dead_ranks(group: Group) -> list[int]:
-    """Ranks of this machine whose process is gone: a broken connection does not say whose it was."""
-    boxes = read_all(group.boxes) if group.boxes is not None else []
-    mine = next((box for box in boxes if box.rank == group.rank and box.pid == os.getpid()), None)
-    return [
-        box.rank for box in boxes if mine is not None and box.attempt == mine.attempt and not (box.alive or box.closed)
-    ]
+    return lambda value, doing: all_objects(group, value, doing)
 
 
 class StoreExchange:

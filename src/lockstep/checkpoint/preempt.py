@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from lockstep.checkpoint.exchange import dead_ranks
+from lockstep.guard.dead_peers import find_dead
 from lockstep.logging import get_notices
 from lockstep.topology.group import Group
 
@@ -56,8 +56,11 @@ class Preemption:
     def _on_signal(self, number: int, _: Any) -> None:
         # A worker of a loader, forked with our handler; or a launcher that ends the ranks because one of them has died,
         # so that no common save can come any more: end as without us.
-        if os.getpid() != self._pid or (self.asked is None and dead_ranks(self._group)):
+        if os.getpid() != self._pid:
             signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif self.asked is None and find_dead(self._group.boxes, self._group.rank):
+            signal.signal(number, self._before.get(signal.Signals(number), signal.SIG_DFL))
             os.kill(os.getpid(), number)
         elif self.asked is None:
             self.asked = number

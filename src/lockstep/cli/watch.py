@@ -187,7 +187,7 @@ def rows(boxes: Sequence[Snapshot], speed: Mapping[int, float], resident: Mappin
 
 def _state(box: Snapshot, boxes: Sequence[Snapshot]) -> str:
     if box.closed:
-        return "failed" if box.closed == "failed" else "finished"
+        return box.closed
     if not box.alive:
         return "dead"
     if box.paused:

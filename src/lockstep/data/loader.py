@@ -202,7 +202,7 @@ class PreparedDataLoader(DataLoader[Any]):
         clock = None if self.dispatched else self._group.clock
         box = self._group.box
         self.turn = 0
-        asked = box.phase("data")
+        asked = box.phase("data", site=True)
         try:
             for batch, round_, last in self._dispatched() if self.dispatched else self._ahead():
                 self.turn += 1
@@ -218,7 +218,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 if clock is not None and clock.on:
                     clock.fetches.append((asked, answered))
                 yield batch if move is None else move.finish(batch)
-                asked = box.phase("data")
+                asked = box.phase("data", site=True)
                 if self._left is not None:
                     self._left -= 1
                 if self.after_batch is not None:

@@ -23,6 +23,10 @@ EVEN = (
     "Give every rank as many batches: prepare the data loader and keep even_batches=True, or put the loop into "
     "accelerator.join_uneven_inputs([model])."
 )
+KILLED = (
+    "If nobody killed it, memory is the first suspect: look for the out-of-memory killer in `dmesg`, and at the limits "
+    "of the container or the batch system."
+)
 _FOLLOWER = re.compile(r"PeerFailure|gloo|nccl|connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
 _STEPS = re.compile(r"after (\d+) optimizer steps?")
 _SHAPE = re.compile(r"[\[(][\d, x]*[\])]")
@@ -229,8 +233,7 @@ def gone(place: Place, waiting: Sequence[Place]) -> Why:
             cause=f"{who} {was} ended from outside: {place.detail}."
             if place.detail
             else f"{who} {was} ended from outside.",
-            fix="If nobody did it, memory is the first suspect: look for the out-of-memory killer in `dmesg`, and for "
-            "the limits of the container or the batch system.",
+            fix=KILLED,
         )
     if place.doing.startswith("have finished") or re.search(r"exit code 0\b", place.detail):
         if any("backward" in at_work.doing for at_work in waiting):
@@ -248,7 +251,7 @@ def gone(place: Place, waiting: Sequence[Place]) -> Why:
     return Why(
         cause=f"{who} ended{died}.",
         fix="Look for sys.exit, os._exit or exit() in the script, and at what the rank printed last (logs/ in the run "
-        "directory).",
+        f"directory). It may have been killed. {KILLED}",
     )
 
 

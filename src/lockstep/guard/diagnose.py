@@ -18,7 +18,7 @@ from lockstep.blackbox.snapshot import Op, Snapshot
 from lockstep.guard import causes, skips
 from lockstep.guard.diagnosis import Diagnosis, Place
 from lockstep.guard.job import Job, is_gone, raw_waited, waited
-from lockstep.guard.whereabouts import at, by_place, ending, label, raw_name, span, state, whereabouts
+from lockstep.guard.whereabouts import at, by_place, ending, label, last_seen, raw_name, span, state, whereabouts
 
 # Nobody leaves these before everybody has come.
 _MEETING = ("all_reduce", "allreduce", "all_gather", "allgather", "all_to_all", "alltoall", "barrier", "reduce_scatter")
@@ -256,6 +256,9 @@ def _waiting(box: Snapshot) -> tuple[str, str, str]:
 
 def _ended(box: Snapshot) -> tuple[str, str, str]:
     doing, words = ending(box)
+    if not box.closed:  # it died: only the box shows where
+        where, site = last_seen(box)
+        return f"{doing} after step {box.step}, {where}" if box.step else f"{doing} {where}", site, words
     if box.op is not None and box.closed != "finished":
         return f"{doing} in {label(box.op)}", box.op.site, words
     return doing, box.phase_site if box.closed != "finished" else "", words

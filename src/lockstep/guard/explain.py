@@ -277,5 +277,11 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def boxed(title: str, text: str) -> str:
+    """A text that is no diagnosis, in a box like one."""
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, WIDTH, break_on_hyphens=False)]
+    return "\n".join([_rule(title), *lines, _rule()])
+
+
 def _rule(title: str = "") -> str:
     return (f"──── {title} " if title else "").ljust(WIDTH, "─")

@@ -80,6 +80,32 @@ def ending(box: Snapshot) -> tuple[str, str]:
     return "have exited", box.words
 
 
+def last_seen(box: Snapshot) -> tuple[str, str]:
+    """What a rank whose process has ended was doing then, and the user's line: ("in forward", "train.py:30").
+
+    Outside of what the box records, the line is that of the last collective.
+    """
+    frames = user_frames(box.stack)
+    if box.op is not None:
+        return f"in {label(box.op)}", box.op.site
+    if box.phase:
+        return _PHASES.get(box.phase, f"are in {box.phase}").removeprefix("are "), box.phase_site
+    if frames:
+        return f"in {frames[0][1]}()" if frames[0][1] != "<module>" else "in the script", frames[0][0]
+    if box.history:
+        return f"in the script's own code after {label(box.history[-1])}", box.history[-1].site
+    return "in the script's own code before its first collective", ""
+
+
+def last_steps(box: Snapshot) -> str:
+    """The same in sentences: the call, the step, the user's line, and the last collective that is complete."""
+    doing, site = last_seen(box)
+    step = f"after step {box.step}" if box.step else "before its first step"
+    done = next((op for op in reversed(box.history) if op.seq <= box.left), None)
+    before = f" The last collective it completed is {at(done)}." if done and label(done) not in doing else ""
+    return f"It was {doing}{f' at {site}' if site else ''}, {step}.{before}"
+
+
 def whereabouts(box: Snapshot) -> tuple[str, str, str]:
     """What a rank that lives does outside of the library's collectives: doing, the user's line, more."""
     frames = user_frames(box.stack)

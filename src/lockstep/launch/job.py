@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.blackbox import read
+from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.errors import ConfigError
+from lockstep.guard import side
 from lockstep.guard.reporter import STOPPED
 from lockstep.launch import keeper, report
 from lockstep.launch.keeper import Keeper
@@ -194,12 +197,18 @@ class _Job:
     def _words(self) -> list[words.LastWords]:
         return words.read_all(self.directory.path, env.snapshot().get("LOCKSTEP_ATTEMPT"))
 
+    def _boxes(self) -> list[Snapshot]:
+        boxes = self.directory.boxes
+        return [side.merged(box, side.place(boxes, box.rank)) for box in read.read_all(boxes)]
+
     def _out_of_memory(self) -> bool:
         kills = report.out_of_memory_kills()
         return kills is not None and self.kills is not None and kills > self.kills
 
     def _fail(self, exits: tuple[Exit, ...]) -> int:
-        text, code = report.tell(exits, self._words(), logs=self.logs, out_of_memory=self._out_of_memory())
+        text, code = report.tell(
+            exits, self._words(), logs=self.logs, boxes=self._boxes(), out_of_memory=self._out_of_memory()
+        )
         self._print(text)
         return code
 
@@ -222,7 +231,7 @@ class _Job:
             return True
 
     def _one_line(self, exits: tuple[Exit, ...]) -> str:
-        return report.one_line(exits, self._words(), self._out_of_memory())
+        return report.one_line(exits, self._words(), self._boxes(), self._out_of_memory())
 
 
 def _code_of(word: words.LastWords) -> int:

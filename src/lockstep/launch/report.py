@@ -9,6 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.blackbox.snapshot import Snapshot
+from lockstep.guard.causes import KILLED
+from lockstep.guard.whereabouts import last_steps
 from lockstep.rundir.ranks import name_ranks
 from lockstep.rundir.words import LastWords, first_failure
 
@@ -80,16 +83,17 @@ def tell(
     words: Sequence[LastWords],
     *,
     logs: Path,
+    boxes: Sequence[Snapshot] = (),
     out_of_memory: bool = False,
 ) -> tuple[str, int]:
-    """The text for the screen, and the exit code of the job."""
+    """The text for the screen, and the exit code of the job. ``boxes`` show what a rank without words was doing."""
     own = {ended.rank: ended for ended in exits}
     said = _of_these(exits, words)
     first = _first(exits, said)
     ended = own[first]
     lines = [_rule("the job failed"), f"Output of each rank: {logs}"]
     lines += [*_followers(own, said, first, out_of_memory), ""]
-    lines += _in_full(ended, said.get(first), logs, out_of_memory)  # last, where the eye falls
+    lines += _in_full(ended, said.get(first), _box_of(ended, boxes), logs, out_of_memory)  # last, where the eye falls
     return "\n".join(lines), _code(ended, said.get(first))
 
 
@@ -100,14 +104,22 @@ def _code(ended: Exit, words: LastWords | None) -> int:
     return ended.code if ended.code > 0 else 128 - ended.code if ended.code < 0 else 1
 
 
-def one_line(exits: Sequence[Exit], words: Sequence[LastWords], out_of_memory: bool = False) -> str:
+def one_line(
+    exits: Sequence[Exit], words: Sequence[LastWords], boxes: Sequence[Snapshot] = (), out_of_memory: bool = False
+) -> str:
     """Who failed first, and of what, in one sentence."""
     said = _of_these(exits, words)
     first = _first(exits, said)
     ended = next(ended for ended in exits if ended.rank == first)
     if first in said:
         return f"Rank {first} failed at {said[first].line}: {_one_line(f'{said[first].kind}: {said[first].message}')}."
-    return f"Rank {first} failed: {in_words(ended.code, out_of_memory)}."
+    box = _box_of(ended, boxes)
+    return f"Rank {first} failed: {in_words(ended.code, out_of_memory)}.{f' {last_steps(box)}' if box else ''}"
+
+
+def _box_of(ended: Exit, boxes: Sequence[Snapshot]) -> Snapshot | None:
+    """The black box of this process, which outlives it; not one that an earlier job has left in the same directory."""
+    return next((box for box in boxes if box.rank == ended.rank and box.pid == ended.pid and not box.closed), None)
 
 
 def _of_these(exits: Sequence[Exit], words: Sequence[LastWords]) -> dict[int, LastWords]:
@@ -141,7 +153,7 @@ def _followers(own: Mapping[int, Exit], said: Mapping[int, LastWords], first: in
     return [f"{name_ranks(ranks)}: {what}" for what, ranks in lines.items()]
 
 
-def _in_full(ended: Exit, words: LastWords | None, logs: Path, out_of_memory: bool) -> list[str]:
+def _in_full(ended: Exit, words: LastWords | None, box: Snapshot | None, logs: Path, out_of_memory: bool) -> list[str]:
     host = words.host if words is not None else socket.gethostname()
     who = f"Rank {ended.rank} on {host} (pid {ended.pid}) failed first"
     if words is not None and words.kind == "SystemExit":
@@ -149,6 +161,10 @@ def _in_full(ended: Exit, words: LastWords | None, logs: Path, out_of_memory: bo
     if words is not None:
         return [f"{who}, at {words.line}:", "", words.traceback.rstrip(), *(["", words.advice] if words.advice else [])]
     lines = [f"{who}: {in_words(ended.code, out_of_memory)}."]
+    if box is not None:
+        lines.append(last_steps(box))
+    if ended.code == -signal.SIGKILL and not out_of_memory:
+        lines.append(KILLED)
     tail = _tail(logs / f"rank_{ended.rank}.err")
     if tail:
         lines += ["The last it wrote to stderr:", "", *tail]

@@ -90,11 +90,16 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if graded:
             for note in self._notes.values():
                 note(self.module, inputs, kwargs)
-        if not _SHORT or being_profiled():
-            return super().forward(*inputs, **kwargs)
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        run = self.module.forward if self._delay_all_reduce_all_params else self._run_ddp_forward
-        return self._post_forward(run(*inputs, **kwargs))
+        box = self.reduction.box()
+        box.phase("forward", site=True)
+        try:
+            if not _SHORT or being_profiled():
+                return super().forward(*inputs, **kwargs)
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            run = self.module.forward if self._delay_all_reduce_all_params else self._run_ddp_forward
+            return self._post_forward(run(*inputs, **kwargs))
+        finally:
+            box.phase("")
 
     def note_forwards(self, note: Note) -> RemovableHandle:
         """Have the model and what it is called with told before each forward that is trained on."""

@@ -51,12 +51,14 @@ class Farewell:
         """As an excepthook is called."""
         text = str(value).strip()
         self.words = f"{kind.__name__}: {text.splitlines()[0]}" if text else kind.__name__
+        dead = ""
         if self._group is not None:
             with contextlib.suppress(RuntimeError, TopologyError):  # the store may be gone; the user's error is shown
                 if not self._group.is_consequence(value):
                     details = "".join(traceback.format_exception(kind, value, trace))
                     self._group.end(self.words, leaving=True, details=details)
+            dead = self._group.dead_behind(value)
         self._before(kind, value, trace)
-        advice = words.advice_on(value)
+        advice = "\n".join(filter(None, [words.advice_on(value), dead]))
         if advice:
             print(f"\n{advice}", file=sys.stderr)

@@ -39,6 +39,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from lockstep.blackbox.box import NoBox
 from lockstep.config import env
 from lockstep.errors import PeerFailure, TopologyError
+from lockstep.guard.dead_peers import describe, find_dead
+from lockstep.rundir.ranks import name_ranks
 from lockstep.topology import arrival, sockets, threads
 from lockstep.topology.cause import Cause, Waker
 from lockstep.topology.store import open_store, port_of
@@ -285,6 +287,13 @@ class Group:
                 "did not come. It is busy or stuck elsewhere: look at what it does, or allow more time with "
                 "InitProcessGroupKwargs(timeout=…)."
             )
+        dead = find_dead(self.boxes, self.rank)
+        if dead:
+            return PeerFailure(
+                f"While {doing}, rank {self.rank} lost the connection to {name_ranks(box.rank for box in dead)}, which "
+                f"died ({first}).\n{describe(dead)}",
+                rank=dead[0].rank,
+            )
         return PeerFailure(
             f"While {doing}, rank {self.rank} lost the connection to another rank ({first}). "
             "That rank's own output tells why it went away."
@@ -292,19 +301,24 @@ class Group:
 
     def is_consequence(self, error: BaseException) -> bool:
         """Whether an error on this rank only follows from another rank's failure."""
-        # What torch makes of shut sockets when the user called it directly.
-        marks = ("gloo", "Connection", "Socket", "NCCL")
-        broken = isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
-        if not broken and not isinstance(error, PeerFailure):
+        if not _is_broken(error) and not isinstance(error, PeerFailure):
             return False
         self._await_cause()
         return self.cause is not None and self.cause.rank != self.rank and self.disturbed
 
+    def dead_behind(self, error: BaseException) -> str:
+        """After a broken connection in one of torch's own calls: the ranks of this node that died, described."""
+        dead = find_dead(self.boxes, self.rank) if _is_broken(error) else []
+        return describe(dead) if dead else ""
+
     def _await_cause(self) -> None:
-        """A connection breaks a moment before the reason for it is known: give it that moment."""
+        """A connection breaks a moment before the reason for it is known: give it that moment.
+
+        A rank that died reports no reason any more.
+        """
         deadline = time.monotonic() + CAUSE_PATIENCE
-        while self.cause is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+        while self.cause is None and time.monotonic() < deadline and not find_dead(self.boxes, self.rank):
+            time.sleep(0.02)
 
     # --- leaving -----------------------------------------------------------------------------------------------
 
@@ -473,6 +487,12 @@ class Group:
             others = [f"closed/{peer}" for peer in range(1, self.world_size)]
             while self._hosts_store and time.monotonic() < deadline and not self._root.check(others):
                 time.sleep(0.005)
+
+
+def _is_broken(error: BaseException) -> bool:
+    """Whether it is what torch makes of shut sockets when the user called it directly."""
+    marks = ("gloo", "Connection", "Socket", "NCCL")
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
 
 
 def _call(references: list[weakref.WeakMethod[Callable[[], None]]]) -> None:

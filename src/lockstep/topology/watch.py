@@ -6,6 +6,7 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 from contextlib import suppress
@@ -15,16 +16,22 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lockstep.blackbox import processes
 from lockstep.blackbox.box import open_box
+from lockstep.blackbox.layout import ASKED_TO_END
 from lockstep.blackbox.peers import Peers, box_path
-from lockstep.blackbox.read import read_header
+from lockstep.blackbox.read import read_box, read_header
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.guard import side
+from lockstep.guard.dead_peers import describe, find_dead
+from lockstep.guard.explain import boxed
 from lockstep.guard.mismatch import mismatch
 from lockstep.guard.pace import Clock
 from lockstep.guard.reporter import STOPPED, Reporter
+from lockstep.guard.sigterm import SigtermReport
 from lockstep.guard.watcher import WATCHED, Found, Watcher, is_stopped, read_stall
+from lockstep.guard.whereabouts import RANGES
 from lockstep.rundir.place import RunDirectory
+from lockstep.rundir.ranks import name_ranks
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
@@ -57,6 +64,8 @@ class Watch:
         group.box.meet(Peers(boxes, topology.rank, range(first, first + topology.local_world_size)), self._refuse)
         watched = WATCHED in env.snapshot()
         self._stacks = None if watched else _write_stacks_on_signal(directory, topology.rank)
+        in_main = threading.current_thread() is threading.main_thread()
+        self._sigterm = SigtermReport(self._report_dead) if in_main and not watched else None
         self._topology, self._directory, self._job = topology, directory, job
         self._before_me = [] if watched else [box_path(boxes, rank) for rank in range(first, topology.rank)]
         self._watcher: Watcher | None = None
@@ -82,6 +91,20 @@ class Watch:
         error = mismatch(group.boxes, group.rank, number, other)
         group.box.leave(number, refused=True)
         raise error
+
+    def _report_dead(self, ends: bool) -> None:
+        """This rank is asked to end. If a rank of the node has died, the lowest one that lives reports it."""
+        group, boxes = self._group, self._directory.boxes
+        dead = find_dead(boxes, group.rank)
+        silent = {box.rank for box in dead}
+        before_me = range(group.rank - self._topology.local_rank, group.rank)
+        lower = filter(None, (read_box(box_path(boxes, rank)) for rank in before_me if rank not in silent))
+        if dead and all(box.closed in ("failed", "finished") for box in lower if box.attempt == self._job):
+            title = f"lockstep guard: {name_ranks(silent, RANGES)} died"
+            # Not through sys.stderr, whose lock the main thread may hold.
+            os.write(2, f"{boxed(title, describe(dead))}\n".encode(errors="backslashreplace"))
+        if ends:
+            group.box.close(ASKED_TO_END)  # ranks that are asked next do not take this one for dead
 
     def _begin_to_watch(self) -> None:
         self._watcher = _watcher(self._topology, self._directory, self._job)
@@ -117,6 +140,8 @@ class Watch:
         self._reporter.stop()
         if self._topology.num_nodes > 1:
             self._post((self._group.generation, -1, 0), "has failed" if failed else "has finished")
+        if self._sigterm is not None and threading.current_thread() is threading.main_thread():
+            self._sigterm.close()
         if self._stacks is not None:
             faulthandler.unregister(signal.SIGUSR2)
             self._stacks.close()

@@ -45,6 +45,7 @@ def absent(**where: object) -> list[Snapshot]:
     return [box(0, [*LOOP, BACKWARD], waits=31), box(1, LOOP, **where)]
 
 
+BETWEEN = "in the script's own code after gather #6"
 WAITS = ("wait in backward #7", "train.py:20")
 
 CASES = {
@@ -231,7 +232,7 @@ CASES = {
         boxes=gone(alive=False, words="ended with exit code 0"),
         kind="gone",
         certain=True,
-        places={(0,): WAITS, (1,): ("have exited", "")},
+        places={(0,): WAITS, (1,): (f"have exited {BETWEEN}", "train.py:30")},
         cause="end of the script",
         fix="join_uneven_inputs",
     ),
@@ -239,7 +240,7 @@ CASES = {
         boxes=gone(alive=False),
         kind="gone",
         certain=True,
-        places={(0,): WAITS, (1,): ("have exited", "")},
+        places={(0,): WAITS, (1,): (f"have exited {BETWEEN}", "train.py:30")},
         cause="left no word",
         fix="os._exit",
     ),
@@ -247,8 +248,16 @@ CASES = {
         boxes=gone(alive=False, words="killed (SIGKILL): from outside"),
         kind="gone",
         certain=True,
-        places={(0,): WAITS, (1,): ("were killed", "")},
+        places={(0,): WAITS, (1,): (f"were killed {BETWEEN}", "train.py:30")},
         cause="from outside",
+        fix="dmesg",
+    ),
+    "killed in a later step": Case(
+        boxes=gone(alive=False, step=3, phase="forward", phase_site="train.py:18"),
+        kind="gone",
+        certain=True,
+        places={(0,): WAITS, (1,): ("have exited after step 3, in forward", "train.py:18")},
+        cause="left no word",
         fix="dmesg",
     ),
     "killed inside the collective that others wait in": Case(
@@ -312,7 +321,7 @@ CASES = {
         boxes=[box(0, LOOP, raw=raw("all_reduce")), box(1, LOOP, alive=False, words="killed (SIGKILL)")],
         kind="gone",
         certain=True,
-        places={(0,): ("wait in torch's all_reduce", "train.py:50"), (1,): ("were killed", "")},
+        places={(0,): ("wait in torch's all_reduce", "train.py:50"), (1,): (f"were killed {BETWEEN}", "train.py:30")},
     ),
     "a raw call on one rank only": Case(
         boxes=[box(0, LOOP, raw=raw("all_reduce", waits=40)), box(1, LOOP, phase="forward")],

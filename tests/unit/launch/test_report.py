@@ -9,6 +9,7 @@ import pytest
 from lockstep.launch import report
 from lockstep.launch.report import Exit, in_words, one_line, tell
 from lockstep.rundir.words import LastWords
+from tests.unit.guard.boxes import box
 
 
 def words(rank: int, **more: Any) -> LastWords:
@@ -162,6 +163,21 @@ def test_killed_ranks_come_before_those_that_lost_them(tmp_path: Path) -> None:
     assert "Rank 1 on" in text
     text, _ = tell([ended(0, 1), ended(1, -9)], [words(0, **LOST)], logs=tmp_path, out_of_memory=True)
     assert "killed by the operating system, out of memory" in text
+
+
+def test_the_black_box_shows_what_a_rank_without_words_was_doing(tmp_path: Path) -> None:
+    was = {"phase": "forward", "phase_site": "train.py:18", "step": 3, "alive": False}
+    exits = [ended(0, -15, by_us=True), ended(1, -9)]
+    boxes = [box(0), box(1, pid=101, **was)]
+    text, _ = tell(exits, [], logs=tmp_path, boxes=boxes)
+    assert "\nIt was in forward at train.py:18, after step 3." in text
+    assert "out-of-memory killer in `dmesg`" in text
+    assert one_line(exits, [], boxes).endswith("It was in forward at train.py:18, after step 3.")
+    # Not that of another process: an earlier job's, or of a rank that left in good order.
+    for other in ({"pid": 99}, {"closed": "finished"}):
+        assert "It was" not in tell(exits, [], logs=tmp_path, boxes=[box(1, **{"pid": 101, **was, **other})])[0]
+    # One that raised has its traceback.
+    assert "It was" not in tell([ended(1, 1)], [words(1)], logs=tmp_path, boxes=boxes)[0]
 
 
 def test_one_line() -> None:

@@ -1,0 +1,102 @@
+"""A rank that SIGKILL ends leaves no exception: its black box shows what it was doing, whoever started the job."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.jobs import HERE, Job, Result, marks
+from tests.ranks import free_port, in_soak
+
+AT = marks("killed.py")
+DONE = r"The last collective it completed is \w[\w' ]* #\d+ at \S*killed.py:\d+\."
+WAS = {
+    "data": rf"It was in the data loader at \S*{AT['data']}, after step 3\. {DONE}",
+    "forward": rf"It was in forward at \S*{AT['forward']}, after step 3\. {DONE}",
+    "backward": rf"It was in backward #5 at \S*{AT['backward']}, after step 3\. {DONE}",
+    "between steps": rf"It was in the script's own code after backward #4 at \S*{AT['backward']}, after step 3\. ",
+    "checkpoint": rf"It was writing a checkpoint at \S*{AT['checkpoint']}, after step 3\. {DONE}",
+    "collective": rf"It was in wait_for_everyone #5 at \S*{AT['collective']}, after step 3\. {DONE}",
+    "sleep": rf"It was in the script at \S*{AT['sleep']}, after step 3\. {DONE}",
+}
+FIX = "If nobody killed it, memory is the first suspect"
+
+
+def killed(where: str, launcher: str = "lockstep", ranks: int = 2, options: tuple[str, ...] = ()) -> Job:
+    return Job(scenario=where, script="killed.py", launcher=launcher, ranks=ranks, options=options)
+
+
+@pytest.mark.parametrize(
+    "where", ["data", "forward", "backward", "between steps", *in_soak("checkpoint", "collective", "sleep")]
+)
+def test_the_launcher_reports_what_it_was_doing(ended: Callable[[Job], Result], where: str) -> None:
+    result = ended(killed(where))
+    assert result.code == 137, result
+    report = result.words.partition("the job failed")[2]
+    assert re.search(rf"Rank 1 on \S+ \(pid \d+\) failed first: killed \(SIGKILL\).* {WAS[where]}.*{FIX}", report), (
+        result
+    )
+
+
+def test_a_restart_reports_it_too(ended: Callable[[Job], Result]) -> None:
+    result = ended(killed("forward", options=("--max_restarts", "1")))
+    assert re.search(rf"Rank 1 failed: killed \(SIGKILL\)[^.]*\. {WAS['forward']} Starting again", result.words), result
+
+
+def assert_reported_once(result: Result, rank: int, where: str) -> None:
+    died = rf"Rank {rank} on \S+ \(pid \d+\) died without an exception: killed, or .* {WAS[where]}.*{FIX}"
+    assert re.search(died, result.words), result
+    assert result.text.count("died without an exception") == 1, result
+
+
+@pytest.mark.parametrize(
+    "where", ["forward", *in_soak("data", "backward", "between steps", "checkpoint", "collective")]
+)
+def test_by_torchrun_a_rank_that_survives_reports_it(ended: Callable[[Job], Result], where: str) -> None:
+    result = ended(killed(where, launcher="torchrun", ranks=3))
+    assert_reported_once(result, 2, where)
+    # What torchrun prints of the others stays as it was.
+    assert result.text.count("(SIGTERM)") >= 2, result
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (scripts/apt.sh installs it)")
+@pytest.mark.parametrize(
+    ("where", "rank"),
+    [("forward", 0), *(pytest.param(*one, marks=pytest.mark.soak) for one in [("data", 2), ("backward", 1)])],
+)
+def test_by_mpirun_too(tmp_path: os.PathLike[str], where: str, rank: int) -> None:
+    argv = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable]
+    environ = {**os.environ, "LOCKSTEP_RUN_DIR": f"{os.fspath(tmp_path)}/run", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*argv, str(HERE / "killed.py"), where, str(rank)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90, env=environ, check=False,
+    )  # fmt: skip
+    result = Result(code=done.returncode, text=done.stdout, ended=0.0, run=HERE)
+    assert_reported_once(result, rank, where)
+
+
+@pytest.mark.parametrize("where", ["backward", "torch's own"])
+def test_where_nobody_ends_the_others_their_errors_report_it(tmp_path: os.PathLike[str], where: str) -> None:
+    """As under srun, which leaves the other ranks to themselves."""
+    port, ranks = free_port(), []
+    for rank in range(2):
+        place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        environ = {**os.environ, **{name: str(value) for name, value in place.items()}, "MASTER_ADDR": "127.0.0.1"}
+        environ |= {"LOCKSTEP_RUN_DIR": f"{os.fspath(tmp_path)}/run", "OMP_NUM_THREADS": "1"}
+        argv = [sys.executable, str(HERE / "killed.py"), where]
+        ranks.append(subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environ))
+    try:
+        text, _ = (process.communicate(timeout=60)[1] for process in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    result = Result(code=ranks[0].returncode, text=text, ended=0.0, run=HERE)
+    assert result.code == 1, result
+    assert_reported_once(result, 1, where if where in WAS else "between steps")
