@@ -82,6 +82,11 @@ def parse_int(text: str, name: str) -> int:
         raise ConfigError(f"{name}={text!r} is not a whole number.") from None
 
 
+def error_file(environ: Mapping[str, str]) -> str | None:
+    """Where torchrun looks for what ended this rank; None where it did not start it."""
+    return None if "LOCKSTEP_LAUNCH" in environ else environ.get("TORCHELASTIC_ERROR_FILE") or None
+
+
 def publish(changes: Mapping[str, str]) -> None:
     """Set variables for good: what processes that are started from here on find."""
     os.environ.update(changes)

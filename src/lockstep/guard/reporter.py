@@ -45,6 +45,7 @@ class Reporter:
         clock: pace.Clock | None = None,
         also: Callable[[], None] = lambda: None,
         still: Callable[[tuple[int, int, int]], None] = lambda _: None,
+        before_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._box = box
         self._note = note
@@ -52,6 +53,7 @@ class Reporter:
         self._clock = clock
         self._also = also
         self._still = still
+        self._before_stop = before_stop
         self._pace_due = 0.0
         self._main = threading.main_thread().ident
         self._mark: tuple[int, int, int] = (0, 0, 0)
@@ -77,6 +79,7 @@ class Reporter:
                     self._stumbled = True
                     traceback.print_exc()
             if self._is_stopped():
+                self._before_stop()
                 sys.stderr.flush()
                 os._exit(STOPPED)
 

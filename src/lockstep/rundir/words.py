@@ -101,7 +101,7 @@ def from_exception(
         attempt=attempt,
         time=clock.time(),
         kind=kind.__name__,
-        message=_cut(_message(value), MESSAGE_LIMIT),
+        message=_cut(message_of(value), MESSAGE_LIMIT),
         traceback=_cut(_traceback(kind, value, trace), TRACEBACK_LIMIT),
         line=_line(value, trace),
         follows=follows,
@@ -154,7 +154,8 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)  # an error's text may hold secrets, and the folder may be open to others
 
 
-def _message(value: BaseException | None) -> str:
+def message_of(value: BaseException | None) -> str:
+    """An exception's text; for SystemExit the code. Never raises."""
     if value is None:
         return ""
     try:
@@ -241,7 +242,7 @@ def _led_by(value: BaseException | None, rank: int) -> tuple[bool, int | None]:
             return value.rank != rank, value.rank if value.rank != rank else None
         # Our other errors are about this rank, whatever words they use; what they came from counts.
         plain = isinstance(value, RuntimeError) and not isinstance(value, LockstepError)
-        if plain and _LOST_PEER.search(_message(value)):
+        if plain and _LOST_PEER.search(message_of(value)):
             return True, None
         before = value.__cause__
         if before is None and isinstance(value, SystemExit) and not value.__suppress_context__:

@@ -18,6 +18,7 @@ from lockstep.config import env, resolve
 from lockstep.config.handlers import InitProcessGroupKwargs
 from lockstep.errors import ConfigError
 from lockstep.rundir import names, place
+from lockstep.rundir.error_file import ErrorFile
 from lockstep.rundir.place import RunDirectory
 from lockstep.topology import away
 from lockstep.topology.farewell import Farewell
@@ -55,6 +56,7 @@ class _Slot:
         self.stores: dict[str, Any] = {}
         """The store of the last job, by its address."""
         self.farewell = Farewell()
+        self.error_file = ErrorFile()
         self.watch: Watch | None = None
         self.away = False
         """Whether the session is that of a rank which has started this process."""
@@ -127,6 +129,7 @@ def require(
         _slot.watch = Watch(topology, group, directory, _slot.joined)
     if topology.world_size > 1:
         env.publish(away.announce(topology))
+    _slot.error_file.install(topology.rank)
     return _slot.session
 
 
@@ -137,6 +140,7 @@ def _leave_to_parent() -> None:
         return
     _slot.away = True
     _slot.watch, watch = None, _slot.watch
+    _slot.error_file.forget()
     _slot.farewell.uninstall()
     away.become(session.group, session.topology, os.getppid(), _slot.stores, watch)
 
@@ -179,6 +183,7 @@ def reset() -> None:
     session, _slot.session = _slot.session, None
     if _slot.away:
         return
+    _slot.error_file.uninstall()
     env.withdraw(away.VARIABLE)
     watch, _slot.watch = _slot.watch, None
     _slot.farewell.look_for_exit(session.directory.path if session is not None and session.directory else None)

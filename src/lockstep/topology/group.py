@@ -304,7 +304,9 @@ class Group:
         if not _is_broken(error) and not isinstance(error, PeerFailure):
             return False
         self._await_cause()
-        return self.cause is not None and self.cause.rank != self.rank and self.disturbed
+        if self.cause is None:
+            return bool(find_dead(self.boxes, self.rank))
+        return self.cause.rank != self.rank and self.disturbed
 
     def dead_behind(self, error: BaseException) -> str:
         """After a broken connection in one of torch's own calls: the ranks of this node that died, described."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -30,6 +31,7 @@ from lockstep.guard.reporter import STOPPED, Reporter
 from lockstep.guard.sigterm import SigtermReport
 from lockstep.guard.watcher import WATCHED, Found, Watcher, is_stopped, read_stall
 from lockstep.guard.whereabouts import RANGES
+from lockstep.rundir import error_file
 from lockstep.rundir.place import RunDirectory
 from lockstep.rundir.ranks import name_ranks
 from lockstep.topology.group import Group
@@ -80,6 +82,7 @@ class Watch:
             group.clock,
             self._take_over,
             self._post if topology.num_nodes > 1 else lambda _: None,
+            lambda: _leave_cause(directory),
         )
 
     def _refuse(self, name: str, number: int, other: int) -> None:
@@ -162,6 +165,12 @@ def _write_stacks_on_signal(directory: RunDirectory, rank: int) -> TextIO | None
     return file
 
 
+def _leave_cause(directory: RunDirectory) -> None:
+    """The guard stops the job: its finding is what ends this rank, for torchrun's summary."""
+    with contextlib.suppress(OSError):
+        error_file.write("stopped by the lockstep guard", directory.diagnosis_text.read_text().rstrip())
+
+
 def _name(group: Group) -> str:
     """Called on: all ranks. A name that no other job has: two may be given one run directory."""
     if group.rank == 0:
@@ -184,6 +193,7 @@ def _watcher(topology: Topology, directory: RunDirectory, job: str) -> Watcher:
 
     def stop(found: Found) -> None:
         tell(found.text)
+        _leave_cause(directory)
         os._exit(STOPPED)  # the others see what was written down, and follow
 
     def mine(box: Snapshot) -> bool:
