@@ -304,6 +304,13 @@ def missing(places: Sequence[Place]) -> Why:
             "end well.",
             fix="Nothing, if it ends. If it comes again each time shapes change, see torch.compile(dynamic=True).",
         )
+    if "are lost with" in doing:
+        return Why(
+            cause=f"The node of {who[:1].lower() + who[1:]} does not answer: it has failed, or the network to it has.",
+            fix="Look whether the node is up, and at its kernel log; if it is up, at the network between the nodes. "
+            "The ranks here wait until the timeout of the process group; to end them now, stop the job. Then start it "
+            "again from its last checkpoint.",
+        )
     if "heard of" in doing and len(places) == 1:
         return Why(
             cause=f"What {who[:1].lower() + who[1:]} does is not known here.",

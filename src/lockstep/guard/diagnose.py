@@ -11,12 +11,13 @@ A pure function: it looks at no clock and no file. What it rests on:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lockstep.blackbox.snapshot import Op, Snapshot
 from lockstep.guard import causes, skips
 from lockstep.guard.diagnosis import Diagnosis, Place
+from lockstep.guard.exchange import Node
 from lockstep.guard.job import Job, is_gone, raw_waited, waited
 from lockstep.guard.whereabouts import at, by_place, ending, label, last_seen, raw_name, span, state, whereabouts
 
@@ -33,15 +34,17 @@ _COMPANY = "join"
 """How a collective is called in which a rank that has run out of batches answers whatever the others do."""
 
 
-def diagnose(boxes: Sequence[Snapshot], *, blocked_for: float = 1.0, stall: float = 30.0) -> Diagnosis | None:
+def diagnose(
+    boxes: Sequence[Snapshot], *, blocked_for: float = 1.0, stall: float = 30.0, lost: Sequence[Node] = ()
+) -> Diagnosis | None:
     """The finding that matters most, or None while nothing is wrong.
 
     A rank that is in one collective for ``blocked_for`` seconds counts as waiting. What may still end by itself is a
-    finding only after ``stall`` seconds.
+    finding only after ``stall`` seconds. ``lost`` are nodes that do not answer.
     """
     if not boxes or max(box.world_size for box in boxes) < 2:
         return None
-    job = Job(boxes=sorted(boxes, key=lambda box: box.rank), blocked_for=blocked_for, stall=stall)
+    job = Job(boxes=sorted(boxes, key=lambda box: box.rank), blocked_for=blocked_for, stall=stall, lost=lost)
     doubtful = None
     for rule in (_different, _gone, _raw, _missing):
         found = rule(job)
@@ -373,9 +376,7 @@ def _missing(job: Job) -> Diagnosis | None:
     if not behind and not job.unseen:
         return None if arriving else _all_wait(job, waiting, longest)
     missing = by_place((box.rank, _whereabouts(job, box)) for box in behind)
-    if job.unseen:
-        unseen = Place(ranks=tuple(job.unseen), doing="have not been heard of (other machines, or no black box)")
-        missing = (*missing, unseen)
+    missing += tuple(_unseen(job))
     places = by_place((box.rank, _waiting(box) if box.op else whereabouts(box)) for box in waiting)
     return _finding(
         job,
@@ -390,6 +391,19 @@ def _missing(job: Job) -> Diagnosis | None:
         seconds=longest,
         why=causes.missing(missing),
     )
+
+
+def _unseen(job: Job) -> Iterator[Place]:
+    """Ranks whose boxes were not read, those of a node that does not answer by themselves."""
+    left = set(job.unseen)
+    for node in job.lost:
+        ranks = left & set(node.ranks)
+        if ranks:
+            left -= ranks
+            where = f"node {node.number} (host {node.host})"
+            yield Place(ranks=tuple(sorted(ranks)), doing=f"are lost with {where}, which does not answer")
+    if left:
+        yield Place(ranks=tuple(sorted(left)), doing="have not been heard of (other machines, or no black box)")
 
 
 def _is_behind(job: Job, box: Snapshot, top: int) -> bool:

@@ -16,16 +16,30 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 from lockstep.blackbox.snapshot import Op, Raw, Snapshot
+from lockstep.rundir.ranks import name_ranks
 
 PATIENCE = 1.5
 """Seconds that a round waits for the answers of other machines."""
 _DAY = timedelta(days=1)
 _TRIES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One of the job's nodes, as all of them know it from the rendezvous."""
+
+    number: int
+    host: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """As messages name it: "node 1 (host b, ranks 2-3)"."""
+        return f"node {self.number} (host {self.host}, {name_ranks(self.ranks)})"
 
 
 class Exchange:
@@ -39,9 +53,13 @@ class Exchange:
         nodes: int,
         boxes: Callable[[str], Sequence[Snapshot]],
         hear: Callable[[dict[str, Any]], None],
+        reach: Callable[[], str] = lambda: "",
     ) -> None:
         self.node = node
         """This machine's number."""
+        self.silent: tuple[int, ...] = ()
+        """Nodes that did not answer when they were last asked."""
+        self._reach = reach
         self._connect = connect
         self._nodes = nodes
         self._boxes = boxes
@@ -57,17 +75,28 @@ class Exchange:
 
     # --- asking --------------------------------------------------------------------------------------------------
 
-    def ask(self, mine: Sequence[Snapshot], about: str = "") -> list[Snapshot] | None:
-        """The boxes of all machines that answer, who hear what it is about; None when another is asking already."""
+    def ask(self, mine: Sequence[Snapshot], about: str = "", patience: float = PATIENCE) -> list[Snapshot] | None:
+        """The boxes of all machines that answer, who hear what it is about; None when another is asking already.
+
+        ``silent`` holds those that did not answer within ``patience`` seconds.
+        """
         store, number = self._store, self._round
-        if store is None:
-            return None if self._thread.is_alive() else list(mine)  # not there yet, or gone
+        if store is None and self._thread.is_alive():
+            return None  # not there yet
+        # Where the network is down, a call to the store would wait for minutes.
+        if store is None or (self.node and self._reach()):
+            return self._without_store(mine)
         try:
             if not self._open(store, number, {"from": self.node, "asks": about}):
                 return None
-            return [*mine, *self._collect(store, number)]
+            return [*mine, *self._collect(store, number, patience)]
         except RuntimeError:
-            return list(mine)  # the store has gone, and its host with it
+            return self._without_store(mine)
+
+    def _without_store(self, mine: Sequence[Snapshot]) -> list[Snapshot]:
+        """The store has gone, and node 0 with it, which hosts it; of the others nothing is known."""
+        self.silent = (0,) if self.node else ()
+        return list(mine)
 
     def publish(self, message: dict[str, Any]) -> bool:
         """Let all other watchers hear of something; returns when they have, or have had time to. False: nobody does."""
@@ -123,10 +152,10 @@ class Exchange:
         while any(store.check([key]) for key in keys) and time.monotonic() < until:
             time.sleep(0.02)
 
-    def _collect(self, store: Any, number: int) -> list[Snapshot]:
+    def _collect(self, store: Any, number: int, patience: float) -> list[Snapshot]:
         open_keys = {other: f"answer/{number}/{other}" for other in self._others()}
         found: list[Snapshot] = []
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + patience
         while open_keys:
             for other, key in list(open_keys.items()):
                 left = f"left/{other}"
@@ -139,6 +168,7 @@ class Exchange:
             if not open_keys or time.monotonic() > until:
                 break
             time.sleep(0.02)
+        self.silent = tuple(open_keys)
         return found
 
     # --- answering -----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from lockstep.blackbox.snapshot import Op, Snapshot
 from lockstep.guard.diagnosis import Place
+from lockstep.guard.exchange import Node
 from lockstep.guard.whereabouts import at, by_place, label
 
 HISTORY = 128
@@ -28,6 +29,8 @@ class Job:
     """Seconds in one collective after which a rank counts as waiting."""
     stall: float
     """Seconds after which a wait that may still end is told."""
+    lost: Sequence[Node] = ()
+    """Nodes that do not answer."""
 
     @cached_property
     def generation(self) -> int:

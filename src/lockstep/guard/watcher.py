@@ -23,7 +23,7 @@ from lockstep.config.resolve import resolve
 from lockstep.guard import side
 from lockstep.guard.diagnose import diagnose
 from lockstep.guard.diagnosis import Diagnosis
-from lockstep.guard.exchange import Exchange
+from lockstep.guard.exchange import Exchange, Node
 from lockstep.guard.explain import explain, understand
 from lockstep.guard.job import Job
 from lockstep.guard.pace import Questions, Slow, all_wait, find_slow
@@ -39,6 +39,8 @@ BLOCKED = 1.0
 STALL = 30.0
 """Seconds after which a wait that may still end is told."""
 _SELDOM = 10.0
+_LOST = 5.0
+"""Seconds without an answer, after a failure, for which a node counts as lost."""
 _PACE = "pace"
 
 
@@ -74,6 +76,10 @@ class Watcher:
         self._stall = stall
         self._elsewhere: Exchange | None = None
         self._ask_after = 0.0
+        self._nodes: dict[int, Node] = {}
+        self._unanswered: set[int] = set()
+        self._left: set[int] = set()
+        """Nodes whose launcher has announced that it ends."""
         self._mine = mine
         self._before: Diagnosis | None = None
         self._told = 0.0
@@ -88,12 +94,41 @@ class Watcher:
         """Begin to look."""
         self._thread.start()
 
-    def join(self, connect: Callable[[], Any], node: int, nodes: int) -> None:
-        """Look together with the watchers of other machines from now on; anew for each start of the ranks."""
+    def join(
+        self,
+        connect: Callable[[], Any],
+        node: int,
+        nodes: int,
+        named: Sequence[Node] = (),
+        reach: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Look together with the watchers of other machines from now on; anew for each start of the ranks.
+
+        ``named`` are the nodes, where they are known; ``reach`` gives what is in the way to the store, if anything is.
+        """
         if self._elsewhere is not None:
             self._elsewhere.close()
         self._questions = Questions()
-        self._elsewhere = Exchange(connect, node=node, nodes=nodes, boxes=self._answer, hear=self._hear)
+        self._nodes = {one.number: one for one in named}
+        self._left.clear()
+        self._elsewhere = Exchange(connect, node=node, nodes=nodes, boxes=self._answer, hear=self._hear, reach=reach)
+
+    def find_lost(self) -> list[Node]:
+        """After a failure: nodes whose watcher does not answer, though it has not left the job."""
+        elsewhere = self._elsewhere
+        if elsewhere is None:
+            return []
+        until = time.monotonic() + 2 * _LOST
+        while elsewhere.ask(self._merged(), patience=_LOST) is None and time.monotonic() < until:
+            time.sleep(INTERVAL)  # another asks: its round comes first
+        return [
+            self._nodes[number] for number in elsewhere.silent if number in self._nodes and number not in self._left
+        ]
+
+    def announce_end(self) -> None:
+        """Called on: the node that hosts the store, which ends with it. The others do not take it for lost then."""
+        if self._elsewhere is not None:
+            self._elsewhere.publish({"leaves": self._elsewhere.node})
 
     def close(self) -> None:
         """End the thread."""
@@ -121,6 +156,9 @@ class Watcher:
 
     def _hear(self, message: dict[str, Any]) -> None:
         """What another machine's watcher has found."""
+        if "leaves" in message:
+            self._left.add(int(message["leaves"]))
+            return
         if "slow" in message:
             self._questions.put_off(time.monotonic())
             slow = Slow.from_dict(message["slow"])
@@ -160,7 +198,7 @@ class Watcher:
         everybody = self._everybody(merged)
         if everybody is None:
             return None
-        found = diagnose(everybody, blocked_for=BLOCKED, stall=self._stall)
+        found = diagnose(everybody, blocked_for=BLOCKED, stall=self._stall, lost=self._silent())
         before, self._before = self._before, found
         if found is None:
             return None
@@ -172,11 +210,17 @@ class Watcher:
         if found.seconds >= max(self._stall, 2 * self._told):
             self._told = found.seconds
             shown = Found(diagnosis=understand(found), text=explain(found))
-            if self._elsewhere is None or self._is_first:
+            cut_off = self._elsewhere is not None and 0 in self._elsewhere.silent
+            if self._elsewhere is None or self._is_first or cut_off:
                 self._say(shown)
             else:
                 self._elsewhere.publish(shown.to_dict())
         return None
+
+    def _silent(self) -> list[Node]:
+        """Nodes that did not answer twice in a row, where their names are known: one answer may come too late."""
+        before, self._unanswered = self._unanswered, set(self._elsewhere.silent if self._elsewhere is not None else ())
+        return [self._nodes[number] for number in sorted(before & self._unanswered) if number in self._nodes]
 
     def look_back(self) -> Found | None:
         """After a rank has crashed: whether the ranks meant different things by one collective."""

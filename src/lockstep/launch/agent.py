@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,9 @@ from torch.distributed.elastic.utils import store as store_util
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.errors import TopologyError
+from lockstep.guard.exchange import Node
 from lockstep.guard.watcher import WATCHED, Found, Watcher, read_stall
-from lockstep.launch import rendezvous
+from lockstep.launch import rendezvous, report
 from lockstep.launch.output import Output
 from lockstep.launch.plan import Plan
 from lockstep.launch.report import Exit
@@ -59,6 +60,8 @@ class Ending:
     """What the guard said when it stopped the job."""
     saved: bool = False
     """Whether the ranks were told to go, and have saved their state."""
+    lost: tuple[Node, ...] = ()
+    """Nodes that did not answer when the ranks here had failed."""
 
 
 class Streams(LogsSpecs):
@@ -237,9 +240,10 @@ def run(
     )
     agent = Agent(spec, Streams(output, logs), output, plan.value("grace", 30.0), tell)
     agent.on_failure = on_failure
-    watcher = _watcher(agent, tell, plan.machines)
+    watcher = _watcher(agent, tell, plan, meeting)
     env.publish({WATCHED: "1"})
     closing = True
+    lost: list[Node] = []
     passing = {signal.SIGUSR1: lambda number, _: agent.pass_on(number)}
     try:
         with _handled(passing):
@@ -249,6 +253,10 @@ def run(
                 agent.verdict = watcher.look_back()
             if plan.machines > 1:
                 agent.await_verdict()
+                if agent.verdict is None:
+                    lost = watcher.find_lost()
+                if agent._worker_group.group_rank == 0:
+                    watcher.announce_end()
             agent.excuse()
     except SignalException as error:
         closing = False  # torch's own rule: a machine that is told to go leaves the job open for others
@@ -262,7 +270,9 @@ def run(
         # Machine 0 hosts the meeting. When it has ended because of a verdict, we have heard of that.
         result = None
         if agent.verdict is None:
-            raise _lost(plan) if agent.pids() else rendezvous.unreachable(plan) from error
+            if not agent.pids():
+                raise rendezvous.unreachable(plan) from error
+            raise _store_lost(plan, watcher.find_lost()) from error
     finally:
         watcher.close()
         agent._sweep()
@@ -271,10 +281,10 @@ def run(
     verdict = agent.verdict.text if agent.verdict is not None else ""
     saved = not verdict and agent.saved
     failed = (result is None or result.is_failed()) and not saved
-    return Ending(exits=agent.exits if failed else (), verdict=verdict, saved=saved)
+    return Ending(exits=agent.exits if failed else (), verdict=verdict, saved=saved, lost=tuple(lost))
 
 
-def _watcher(agent: Agent, tell: Callable[[str], None], machines: int) -> Watcher:
+def _watcher(agent: Agent, tell: Callable[[str], None], plan: Plan, meeting: rendezvous.Meeting) -> Watcher:
     """The guard over the ranks of this machine."""
     environ = env.snapshot()
 
@@ -297,9 +307,11 @@ def _watcher(agent: Agent, tell: Callable[[str], None], machines: int) -> Watche
             lambda: PrefixStore(f"lockstep/guard/{attempt}", store.clone()),
             group.group_rank or 0,
             group.group_world_size or 1,
+            meeting.nodes,
+            lambda: rendezvous.obstacle_to(plan),
         )
 
-    if machines > 1:
+    if plan.machines > 1:
         agent.on_start = meet
     watcher.start()
     return watcher
@@ -321,7 +333,10 @@ def _numa() -> Any:
     return NumaOptions(affinity_mode=AffinityMode.NODE)
 
 
-def _lost(plan: Plan) -> TopologyError:
+def _store_lost(plan: Plan, lost: Sequence[Node]) -> TopologyError:
+    if lost:
+        seen = f"its launcher does not answer at {plan.endpoint}, and the processes here were ended"
+        return TopologyError(report.lost_text(lost, seen))
     return TopologyError(
         f"The meeting point {plan.endpoint} has gone: the launcher on machine 0 has ended, and the processes here were "
         "ended too. Its last lines say why."

@@ -19,6 +19,7 @@ from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.errors import ConfigError
 from lockstep.guard import side
+from lockstep.guard.exchange import Node
 from lockstep.guard.reporter import STOPPED
 from lockstep.launch import keeper, report
 from lockstep.launch.keeper import Keeper
@@ -152,7 +153,7 @@ class _Job:
         if ending.verdict:
             self._print(ending.verdict)
             return STOPPED
-        return self._fail(ending.exits) if ending.exits else 0
+        return self._fail(ending.exits, ending.lost) if ending.exits else 0
 
     # --- one process: the script itself, mpirun or srun ---------------------------------------------------------
 
@@ -205,9 +206,14 @@ class _Job:
         kills = report.out_of_memory_kills()
         return kills is not None and self.kills is not None and kills > self.kills
 
-    def _fail(self, exits: tuple[Exit, ...]) -> int:
+    def _fail(self, exits: tuple[Exit, ...], lost: tuple[Node, ...] = ()) -> int:
         text, code = report.tell(
-            exits, self._words(), logs=self.logs, boxes=self._boxes(), out_of_memory=self._out_of_memory()
+            exits,
+            self._words(),
+            logs=self.logs,
+            boxes=self._boxes(),
+            lost=lost,
+            out_of_memory=self._out_of_memory(),
         )
         self._print(text)
         return code

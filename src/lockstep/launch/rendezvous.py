@@ -8,6 +8,8 @@ the processes of another would look for each other in the wrong place.
 from __future__ import annotations
 
 import contextlib
+import json
+import platform
 import threading
 import time
 import uuid
@@ -24,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from lockstep.config import env
 from lockstep.config.network import REFUSED, interface_of, knock
 from lockstep.errors import ConfigError, TopologyError
+from lockstep.guard.exchange import Node
 from lockstep.launch.plan import Plan
 
 _SILENCE = 5.0
@@ -59,6 +62,8 @@ class Meeting(RendezvousHandler):
         self._inner = inner
         self._plan = plan
         self._say = say
+        self.nodes: tuple[Node, ...] = ()
+        """The nodes of this attempt, once they have met."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Called on: all machines. Meet, agree on numbers and on the name of this attempt."""
@@ -69,11 +74,24 @@ class Meeting(RendezvousHandler):
             rank = info.rank
             if self._plan.machine_rank is not None and self._plan.machines > 1 and self._plan.rdzv_backend == "c10d":
                 rank = self._own_number(info)
+            if number > 1:
+                self.nodes = self._exchange_names(info, rank)
         if info.rank == 0:
             info.store.set("lockstep/attempt", uuid.uuid4().hex[:8])
         # Inherited by the processes that are started next.
         env.publish({"LOCKSTEP_ATTEMPT": info.store.get("lockstep/attempt").decode()})
         return RendezvousInfo(info.store, rank, info.world_size, info.bootstrap_store_info)  # type: ignore[arg-type]
+
+    def _exchange_names(self, info: RendezvousInfo, own: int) -> tuple[Node, ...]:
+        """Called on: all machines. Who is who: a node that is lost later cannot be asked any more."""
+        info.store.set(f"lockstep/node/{own}", json.dumps([platform.node(), self._plan.per_machine]))
+        nodes: list[Node] = []
+        first = 0
+        for number in range(info.world_size):
+            host, count = json.loads(info.store.get(f"lockstep/node/{number}"))
+            nodes.append(Node(number=number, host=host, ranks=tuple(range(first, first + count))))
+            first += count
+        return tuple(nodes)
 
     def _own_number(self, info: RendezvousInfo) -> int:
         own = self._plan.machine_rank
@@ -131,6 +149,12 @@ def _settings(plan: Plan) -> dict[str, str]:
     return settings
 
 
+def obstacle_to(plan: Plan) -> str:
+    """What is in the way to the meeting point; empty when somebody listens there."""
+    address, _, port = plan.endpoint.rpartition(":")
+    return knock(address.strip("[]"), int(port), _ONE_TRY) if address and port.isdecimal() else ""
+
+
 def unreachable(plan: Plan) -> TopologyError:
     """For a machine that does not get to the others."""
     return TopologyError(
@@ -141,8 +165,7 @@ def unreachable(plan: Plan) -> TopologyError:
 
 def _obstacle(plan: Plan) -> str:
     """What is in the way to the meeting point, tried by hand: torch says nothing of it before it gives up."""
-    address, _, port = plan.endpoint.rpartition(":")
-    reason = knock(address.strip("[]"), int(port), _ONE_TRY) if address and port.isdecimal() else ""
+    reason = obstacle_to(plan)
     if not reason:
         return f"waiting for the meeting point {plan.endpoint} …"
     here = f"{plan.address} ({interface_of(plan.address)})"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.guard.causes import KILLED
+from lockstep.guard.exchange import Node
 from lockstep.guard.whereabouts import last_steps
 from lockstep.rundir.ranks import name_ranks
 from lockstep.rundir.words import LastWords, first_failure
@@ -84,6 +85,7 @@ def tell(
     *,
     logs: Path,
     boxes: Sequence[Snapshot] = (),
+    lost: Sequence[Node] = (),
     out_of_memory: bool = False,
 ) -> tuple[str, int]:
     """The text for the screen, and the exit code of the job. ``boxes`` show what a rank without words was doing."""
@@ -92,6 +94,12 @@ def tell(
     first = _first(exits, said)
     ended = own[first]
     lines = [_rule("the job failed"), f"Output of each rank: {logs}"]
+    words_of_first = said.get(first)
+    if lost and (ended.by_us or (words_of_first is not None and words_of_first.follows)):
+        where = f", at {words_of_first.line}" if words_of_first is not None and words_of_first.line else ""
+        seen = f"its launcher does not answer, and the ranks here lost the connection to it{where}"
+        lines += [*_followers(own, said, None, out_of_memory), "", lost_text(lost, seen)]
+        return "\n".join(lines), _code(ended, words_of_first)
     lines += [*_followers(own, said, first, out_of_memory), ""]
     lines += _in_full(ended, said.get(first), _box_of(ended, boxes), logs, out_of_memory)  # last, where the eye falls
     return "\n".join(lines), _code(ended, said.get(first))
@@ -135,7 +143,19 @@ def _first(exits: Sequence[Exit], said: Mapping[int, LastWords]) -> int:
     return first if first in codes else exits[0].rank
 
 
-def _followers(own: Mapping[int, Exit], said: Mapping[int, LastWords], first: int, out_of_memory: bool) -> list[str]:
+def lost_text(lost: Sequence[Node], seen: str) -> str:
+    """Nodes that have left the job without a word, and what to do."""
+    who = ", ".join(map(str, lost))
+    return (
+        f"{who[:1].upper()}{who[1:]} {'is' if len(lost) == 1 else 'are'} lost: {seen}.\n"
+        "Look whether the node is up, at its kernel log and at what the scheduler recorded; if it is up, at the last "
+        "lines of its launcher, and at the network to it. Then start the job again from its last checkpoint."
+    )
+
+
+def _followers(
+    own: Mapping[int, Exit], said: Mapping[int, LastWords], first: int | None, out_of_memory: bool
+) -> list[str]:
     lines: dict[str, list[int]] = {}
     for rank, ended in own.items():
         if rank == first:
