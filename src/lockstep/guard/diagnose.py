@@ -28,6 +28,10 @@ _SHUTDOWN = 10.0
 """Seconds for which others wait before a rank that is done, but whose process is not, counts as gone: its exit code
 says more than its box, and on a busy host it takes a while.
 """
+_RESTART = 20.0
+"""The same where a rank that has failed is started again, and the others with it: the launchers of other nodes take
+some seconds to learn of it.
+"""
 _RAW = 3.0
 """Seconds in one of torch's collectives after which a rank counts as waiting for one that is in none."""
 _COMPANY = "join"
@@ -35,16 +39,28 @@ _COMPANY = "join"
 
 
 def diagnose(
-    boxes: Sequence[Snapshot], *, blocked_for: float = 1.0, stall: float = 30.0, lost: Sequence[Node] = ()
+    boxes: Sequence[Snapshot],
+    *,
+    blocked_for: float = 1.0,
+    stall: float = 30.0,
+    lost: Sequence[Node] = (),
+    restarts: bool = False,
 ) -> Diagnosis | None:
     """The finding that matters most, or None while nothing is wrong.
 
     A rank that is in one collective for ``blocked_for`` seconds counts as waiting. What may still end by itself is a
-    finding only after ``stall`` seconds. ``lost`` are nodes that do not answer.
+    finding only after ``stall`` seconds. ``lost`` are nodes that do not answer; with ``restarts`` ranks are started
+    again when one has failed.
     """
     if not boxes or max(box.world_size for box in boxes) < 2:
         return None
-    job = Job(boxes=sorted(boxes, key=lambda box: box.rank), blocked_for=blocked_for, stall=stall, lost=lost)
+    job = Job(
+        boxes=sorted(boxes, key=lambda box: box.rank),
+        blocked_for=blocked_for,
+        stall=stall,
+        lost=lost,
+        restarts=restarts,
+    )
     doubtful = None
     for rule in (_different, _gone, _raw, _missing):
         found = rule(job)
@@ -225,7 +241,8 @@ def _gone(job: Job) -> Diagnosis | None:
         seconds = max(waited(box) for box in waiters)
         # How a rank that is still shutting down ended, its exit code says, which a launcher will have in a moment.
         leaving = any(box.closed == "finished" and box.alive for box in gone)
-        certain = job.is_certain([*waiters, *gone]) and (not leaving or seconds >= _SHUTDOWN)
+        patience = _RESTART if job.restarts else _SHUTDOWN if leaving else 0.0
+        certain = job.is_certain([*waiters, *gone]) and seconds >= patience
     else:
         waiters = [box for box in job.here if box.op is None and raw_waited(box) >= job.blocked_for]
         gone = [box for box in job.boxes if is_gone(box)]
@@ -234,8 +251,9 @@ def _gone(job: Job) -> Diagnosis | None:
         waiting = by_place((box.rank, whereabouts(box)) for box in waiters)
         # A rank may be past a broadcast that others are still in; past an all-reduce it is only with all others.
         proven = any(box.raw and not box.raw.group and _is_meeting(box.raw.name) for box in waiters)
-        certain = proven and any(not box.alive for box in gone) and job.is_certain([*waiters, *gone])
         seconds = max(raw_waited(box) for box in waiters)
+        certain = proven and any(not box.alive for box in gone) and job.is_certain([*waiters, *gone])
+        certain = certain and (not job.restarts or seconds >= _RESTART)
     missing = _first_to_blame(by_place((box.rank, _ended(box)) for box in gone))
     headline = f"{_and([state(place) for place in missing])}; {_and([state(place) for place in waiting])}"
     return _finding(

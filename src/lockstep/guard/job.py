@@ -31,6 +31,8 @@ class Job:
     """Seconds after which a wait that may still end is told."""
     lost: Sequence[Node] = ()
     """Nodes that do not answer."""
+    restarts: bool = False
+    """Whether ranks are started again when one has failed."""
 
     @cached_property
     def generation(self) -> int:

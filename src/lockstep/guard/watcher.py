@@ -69,6 +69,7 @@ class Watcher:
         stop: Callable[[Found], None],
         stall: float = STALL,
         mine: Callable[[Snapshot], bool] = lambda box: True,
+        restarts: Callable[[], bool] = lambda: False,
     ) -> None:
         self._directory = directory
         self._tell = tell
@@ -81,6 +82,7 @@ class Watcher:
         self._left: set[int] = set()
         """Nodes whose launcher has announced that it ends."""
         self._mine = mine
+        self._restarts = restarts
         self._before: Diagnosis | None = None
         self._told = 0.0
         self._slow: set[tuple[tuple[int, ...], str]] = set()
@@ -198,7 +200,9 @@ class Watcher:
         everybody = self._everybody(merged)
         if everybody is None:
             return None
-        found = diagnose(everybody, blocked_for=BLOCKED, stall=self._stall, lost=self._silent())
+        found = diagnose(
+            everybody, blocked_for=BLOCKED, stall=self._stall, lost=self._silent(), restarts=self._restarts()
+        )
         before, self._before = self._before, found
         if found is None:
             return None

@@ -298,6 +298,7 @@ def _watcher(agent: Agent, tell: Callable[[str], None], plan: Plan, meeting: ren
         stop=agent.judge,
         stall=read_stall(environ),
         mine=mine,
+        restarts=lambda: agent._remaining_restarts > 0,
     )
 
     def meet(group: WorkerGroup) -> None:

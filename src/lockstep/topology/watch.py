@@ -171,6 +171,13 @@ def _leave_cause(directory: RunDirectory) -> None:
         error_file.write("stopped by the lockstep guard", directory.diagnosis_text.read_text().rstrip())
 
 
+def _restarts() -> bool:
+    """Whether torchrun starts the ranks again when one has failed."""
+    environ = env.snapshot()
+    count, most = (environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count.isdecimal() and most.isdecimal() and int(count) < int(most)
+
+
 def _name(group: Group) -> str:
     """Called on: all ranks. A name that no other job has: two may be given one run directory."""
     if group.rank == 0:
@@ -199,6 +206,6 @@ def _watcher(topology: Topology, directory: RunDirectory, job: str) -> Watcher:
     def mine(box: Snapshot) -> bool:
         return box.node == topology.node_rank and box.attempt == job
 
-    watcher = Watcher(directory, tell=tell, stop=stop, stall=read_stall(env.snapshot()), mine=mine)
+    watcher = Watcher(directory, tell=tell, stop=stop, stall=read_stall(env.snapshot()), mine=mine, restarts=_restarts)
     watcher.start()
     return watcher

@@ -682,3 +682,15 @@ def test_a_planted_difference_is_always_found(
     named = [place.ranks for place in (*found.waiting, *found.missing)]
     assert any(rank in ranks for ranks in named)
     assert {each for ranks in named for each in ranks} - {rank}
+
+
+def test_a_rank_that_is_started_again_is_waited_for() -> None:
+    boxes = gone(alive=False, words="killed (SIGKILL)")
+    now = diagnose(boxes)
+    assert now is not None
+    assert now.certain
+    assert diagnose(boxes, restarts=True) is None
+    boxes[0] = box(0, [*LOOP, BACKWARD], waits=25)
+    later = diagnose(boxes, restarts=True)
+    assert later is not None
+    assert later.certain
