@@ -130,7 +130,7 @@ CASES = {
         fix="check_trigger",
     ),
     "a rank gets fewer batches, and finishes": Case(
-        boxes=gone(closed="finished"),
+        boxes=gone(closed="finished", alive=False),
         kind="gone",
         certain=True,
         places={(0,): WAITS, (1,): ("have finished", "")},

@@ -171,7 +171,7 @@ def test_a_call_that_met_the_wrong_one_earlier() -> None:
     script = "if accelerator.is_main_process:\n    accelerator.wait_for_everyone()\naccelerator.wait_for_everyone()"
     boxes = [
         box(0, [("barrier", "train.py:2"), ("barrier", "train.py:3")], waits=3),
-        box(1, [("barrier", "train.py:3")], closed="finished"),
+        box(1, [("barrier", "train.py:3")], closed="finished", alive=False),
     ]
     text = tell(script, boxes)
     assert "Rank 1 has finished; rank 0 waits in barrier #2 at train.py:3" in text
