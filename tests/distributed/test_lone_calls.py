@@ -44,7 +44,9 @@ class Parts:
         self.accelerator = accelerator = Accelerator(cpu=True)
         net = nn.Linear(2, 1)
         self.model, self.optimizer, self.loader = accelerator.prepare(
-            net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(torch.ones(8, 2), batch_size=2)  # type: ignore[arg-type]
+            net,
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            DataLoader(torch.ones(8, 2), batch_size=2),  # type: ignore[arg-type]
         )
         self.rows = torch.ones(2, 2)
         self.folder = tempfile.mkdtemp()
@@ -76,7 +78,7 @@ def of_accelerator(parts: Parts) -> dict[str, Callable[[], Any]]:
         "on_local_main_process": lambda: a.on_local_main_process(lambda: 1)(),
         "on_local_process": lambda: a.on_local_process(lambda: 1, local_process_index=0)(),
         "on_process": lambda: a.on_process(lambda: 1, process_index=0)(),
-        "prepare": lambda: [batch for batch in a.prepare(DataLoader(torch.ones(8, 2), batch_size=2))],  # type: ignore[arg-type]
+        "prepare": lambda: list(a.prepare(DataLoader(torch.ones(8, 2), batch_size=2))),  # type: ignore[arg-type]
         "prepare_data_loader": lambda: a.prepare_data_loader(DataLoader(torch.ones(8, 2))),  # type: ignore[arg-type]
         "prepare_model": lambda: a.prepare_model(nn.Linear(1, 1).requires_grad_(False)),
         "prepare_optimizer": lambda: a.prepare_optimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)).step(),

@@ -93,7 +93,8 @@ STEPPED, CALLED, PENDING, SKIPPED, SKIPPED_STEP, SKIPPED_AT = (TRAINING // WORD 
 EVENT_WORDS = EVENTS // WORD
 
 ASKED_TO_END = "asked to end"
-CLOSED = {0: "", 1: "finished", 2: "failed", 3: ASKED_TO_END}
+STOPPED = "stopped by the guard"
+CLOSED = {0: "", 1: "finished", 2: "failed", 3: ASKED_TO_END, 4: STOPPED}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -314,13 +314,10 @@ class Group:
         return describe(dead) if dead else ""
 
     def _await_cause(self) -> None:
-        """A connection breaks a moment before the reason for it is known: give it that moment.
-
-        A rank that died reports no reason any more.
-        """
+        """A connection breaks a moment before the reason for it is known: give it that moment."""
         deadline = time.monotonic() + CAUSE_PATIENCE
-        while self.cause is None and time.monotonic() < deadline and not find_dead(self.boxes, self.rank):
-            time.sleep(0.02)
+        while self.cause is None and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     # --- leaving -----------------------------------------------------------------------------------------------
 

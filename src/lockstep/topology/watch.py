@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import signal
@@ -10,14 +9,14 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TextIO
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lockstep.blackbox import processes
+from lockstep.blackbox import layout, processes
 from lockstep.blackbox.box import open_box
-from lockstep.blackbox.layout import ASKED_TO_END
 from lockstep.blackbox.peers import Peers, box_path
 from lockstep.blackbox.read import read_box, read_header
 from lockstep.blackbox.snapshot import Snapshot
@@ -82,7 +81,7 @@ class Watch:
             group.clock,
             self._take_over,
             self._post if topology.num_nodes > 1 else lambda _: None,
-            lambda: _leave_cause(directory),
+            self._before_stop,
         )
 
     def _refuse(self, name: str, number: int, other: int) -> None:
@@ -107,10 +106,16 @@ class Watch:
             # Not through sys.stderr, whose lock the main thread may hold.
             os.write(2, f"{boxed(title, describe(dead))}\n".encode(errors="backslashreplace"))
         if ends:
-            group.box.close(ASKED_TO_END)  # ranks that are asked next do not take this one for dead
+            group.box.close(layout.ASKED_TO_END)  # ranks that are asked next do not take this one for dead
+
+    def _before_stop(self) -> None:
+        """The guard stops the job: its finding is what ends this rank, for torchrun's summary and for the others."""
+        self._group.box.close(layout.STOPPED)
+        with suppress(OSError):
+            error_file.write("stopped by the lockstep guard", self._directory.diagnosis_text.read_text().rstrip())
 
     def _begin_to_watch(self) -> None:
-        self._watcher = _watcher(self._topology, self._directory, self._job)
+        self._watcher = _watcher(self._topology, self._directory, self._job, self._before_stop)
         if self._topology.num_nodes > 1:
             self._watcher.join(lambda: _connect(self._group), self._topology.node_rank, self._topology.num_nodes)
 
@@ -165,12 +170,6 @@ def _write_stacks_on_signal(directory: RunDirectory, rank: int) -> TextIO | None
     return file
 
 
-def _leave_cause(directory: RunDirectory) -> None:
-    """The guard stops the job: its finding is what ends this rank, for torchrun's summary."""
-    with contextlib.suppress(OSError):
-        error_file.write("stopped by the lockstep guard", directory.diagnosis_text.read_text().rstrip())
-
-
 def _restarts() -> bool:
     """Whether torchrun starts the ranks again when one has failed."""
     environ = env.snapshot()
@@ -191,7 +190,7 @@ def _connect(group: Group) -> Store:
     return PrefixStore("guard", side.clone())
 
 
-def _watcher(topology: Topology, directory: RunDirectory, job: str) -> Watcher:
+def _watcher(topology: Topology, directory: RunDirectory, job: str, before_stop: Callable[[], None]) -> Watcher:
     """For a job that another launcher started: local rank 0 watches over the ranks of its machine."""
 
     def tell(text: str) -> None:
@@ -200,7 +199,7 @@ def _watcher(topology: Topology, directory: RunDirectory, job: str) -> Watcher:
 
     def stop(found: Found) -> None:
         tell(found.text)
-        _leave_cause(directory)
+        before_stop()
         os._exit(STOPPED)  # the others see what was written down, and follow
 
     def mine(box: Snapshot) -> bool:
