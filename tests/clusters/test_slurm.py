@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -32,6 +33,18 @@ def test_ranks_started_by_srun(slurm: Slurm, job: Training) -> None:
     assert done.returncode == 0, done.stderr
     said = job.check("node0", "node0", "node1", launcher="slurm")
     assert [(one["node"], one["local_rank"]) for one in said] == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_a_rank_that_was_killed_is_reported_by_one_that_survives(slurm: Slurm, tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "faults" / "killed.py"
+    env = {"LOCKSTEP_RUN_DIR": str(tmp_path / "run")}
+    done = slurm.run(["srun", "-N1", "-n2", sys.executable, str(script), "forward"], env=env)
+    assert done.returncode != 0
+    # By its own error, or by the guard, whichever comes first.
+    words = " ".join(done.stderr.split())
+    assert re.search(r"rank 1 (on \S+ \(pid \d+\) died|has exited) .*in forward at \S*killed.py:\d+", words, re.I), (
+        words
+    )
 
 
 # --- the launcher inside an allocation ---------------------------------------------------------------------------
