@@ -135,7 +135,7 @@ def of_modules(parts: Parts) -> dict[str, dict[str, Callable[[], Any]]]:
 
 
 def functions(owner: Any, names: list[str]) -> set[str]:
-    return {name for name in names if inspect.isroutine(inspect.getattr_static(owner, name))}
+    return {name for name in names if inspect.isroutine(getattr(owner, name))}
 
 
 def main_calls_all() -> tuple[dict[str, set[str]], dict[str, set[str]], float]:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.blackbox import sites
 from lockstep.checkpoint.methods import SavesState
-from lockstep.comm import objects, rng
+from lockstep.comm import rng
 from lockstep.comm.view import ProcessView
 from lockstep.config.choices import RNGType, SchedulerUnit
 from lockstep.config.settings import Settings
@@ -158,7 +158,7 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
         options = self.dataloader_config
         if options.use_seedable_sampler and options.data_seed is None:
             # Seeds may differ between ranks; the order may not.
-            (seed,) = objects.broadcast_object_list(self._group, [torch.initial_seed() % 2**31])
+            seed = self._shared_seed(sys._getframe())
             options = dataclasses.replace(options, data_seed=seed)
         made = prepare_loader(
             data_loader,
@@ -174,6 +174,16 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
         self._dataloaders.append(made)
         made.after_batch = self._after_batch
         return made
+
+    def _shared_seed(self, frame: FrameType) -> int:
+        """The seed of the first rank that prepares this loader: the same on all, and nobody waits for it."""
+        mine = str(torch.initial_seed() % 2**31)
+        if self.num_processes == 1:
+            return int(mine)
+        lines = f"seed < {sites.spell_path(frame)}"
+        key = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+        place = f"seed/generation_{self._group.generation}/{key}/{self._group.ordinal(key)}"
+        return int(self._group.store.compare_set(place, "", mine))
 
     def _name_loader(self, frame: FrameType) -> str:
         """A name that other ranks give to the same loader: by the lines that led here, and how often they have.
