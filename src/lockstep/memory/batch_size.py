@@ -221,6 +221,8 @@ class _Search:
         if agreement.ok:
             return agreement.value
         error = agreement.error
+        if error is None and self._accelerator is not None:
+            self._accelerator._forget_since(mark)  # this rank had come to the end of its attempt
         verdicts = all_objects(group, error is None or is_out_of_memory(error))
         if not all(verdicts):
             self._raise_other(agreement.failures, verdicts, error)
