@@ -329,13 +329,13 @@ def test_a_cycle_stays_at_its_end() -> None:
         assert rates[2] == rates[3]
 
 
-def test_a_schedule_that_ends_early_is_told_once_on_stderr() -> None:
+def test_a_schedule_that_ends_early_is_logged_once_on_stderr() -> None:
     """Three epochs of the prepared loader's four batches, when each of them advances the schedule by two."""
     outcomes = run_ranks(schedule, 2, 1, {}, "cosine", 12, on_failure="collect")
     assert [outcome.error_text for outcome in outcomes] == ["", ""]
     lines = [line for outcome in outcomes for line in outcome.output.splitlines() if "learning rate schedule" in line]
     assert len(lines) == 1
-    assert "takes 1.5 epochs: it ends early, if 3 × 4 batches were meant" in lines[0]
+    assert "it ends after 1.5 epochs. If it was meant for 3 epochs of 4 batches" in lines[0]
 
 
 def skipped() -> tuple[bool, int, float]:

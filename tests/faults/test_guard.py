@@ -46,7 +46,7 @@ ONE_LESS = [
 ]
 SKIPPED = [
     *ONE_LESS,
-    r"Likely cause: At backward #3 rank $last was at batch 4 of its loader, the others at batch 3: it went on to the "
+    r"Likely cause: At backward #\d rank $last was at batch 4 of its loader, the others at batch 3: it went on to the "
     "next batch without a backward, by .* an exception that was caught",
     "Fix: Let all ranks decide alike",
 ]

@@ -314,6 +314,20 @@ def main_saves_the_state() -> None:
     training.check()
 
 
+def saves_at_different_lines() -> None:
+    """To folders of each rank's own; and the ranks do not meet in one call."""
+    training = Training()
+    with TemporaryDirectory() as folder:
+        for batch in training.loader:
+            training.update(batch)
+        accelerator.save_state(folder)
+        if main:
+            accelerator.save_state(folder)
+        else:
+            accelerator.save_state(folder)
+        training.check()
+
+
 def main_saves_the_state_at_the_end() -> None:
     """The others go on to something that needs no rank, and have nothing left to wait in."""
     training = Training()

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import time
 from typing import Any
 
+from torch.distributed import DistError
+
+from lockstep.blackbox import sites
 from lockstep.blackbox.read import read_all
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
@@ -30,25 +34,27 @@ _LOOK = 0.2
 """Seconds between two looks at what the others do."""
 
 
-def attend(group: Group, target: str) -> dict[int, str]:
+def attend(group: Group) -> dict[int, str]:
     """Called on: the main process, or all ranks. Whoever will not come, and where each is instead; empty when all came.
 
-    On other ranks it is the main process that decides. It raises where that one will not come.
+    On other ranks it is the main process that decides. It raises where that one will not come. A save is the same on
+    ranks that come to it by the same lines; the folder may be each rank's own.
     """
     if group.world_size == 1 or not group.box.mark()[1]:
         return {}
-    return _Roll(group, target).call()
+    return _Roll(group, sites.spell_path(sys._getframe())).call()
 
 
 class _Roll:
     """One save, as one rank waits for the others."""
 
-    def __init__(self, group: Group, target: str) -> None:
+    def __init__(self, group: Group, lines: str) -> None:
         self._group = group
         self._generation, self._number, _ = group.box.mark()
-        digest = hashlib.blake2b(target.encode(), digest_size=8).hexdigest()
-        self._target = f"save/{self._generation}/{digest}/"
-        place = f"{self._target}{self._number}"
+        digest = hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
+        self._call = f"save/{self._generation}/{digest}/"
+        self._alone = f"save/{self._generation}/alone/{self._number}"
+        place = f"{self._call}{self._number}"
         self._place = f"{place}/{group.ordinal(place)}"
         self._store: Any = group.store
         self._began = time.monotonic()
@@ -56,13 +62,16 @@ class _Roll:
         self._report_after = read_stall(env.snapshot())
 
     def call(self) -> dict[int, str]:
-        mine = _CURRENT.format(rank=self._group.rank)
-        self._store.set(f"{self._place}/{self._group.rank}", b"here")
-        self._store.set(mine, self._place.encode())
+        group, store = self._group, self._store
+        mine = _CURRENT.format(rank=group.rank)
         try:
-            return self._gather() if self._group.rank == 0 else self._follow()
-        finally:
-            self._store.set(mine, b"")
+            store.set(f"{self._place}/{group.rank}", b"here")
+            store.set(mine, self._place.encode())
+            absent = self._gather() if group.rank == 0 else self._follow()
+            store.set(mine, b"")
+            return absent
+        except DistError as error:  # the rank that hosts the store has ended
+            raise group.explain(error, "saving a state") from None
 
     def _gather(self) -> dict[int, str]:
         absent = set(range(1, self._group.world_size))
@@ -70,6 +79,8 @@ class _Roll:
         while absent and not gone:
             absent = {rank for rank in absent if not self._store.check([f"{self._place}/{rank}"])}
             gone = self._look(absent)
+        if gone:
+            self._store.set(self._alone, b"yes")
         decision = f"{self._place}/decision"
         self._store.set(decision, b"alone" if gone else b"together")
         # Answered once it is there: a rank that sees this one elsewhere from now on finds the decision.
@@ -80,6 +91,8 @@ class _Roll:
         decision = f"{self._place}/decision"
         gone: dict[int, str] = {}
         while not self._store.check([decision]):
+            if gone and self._store.check([self._alone]):
+                return {self._group.rank: ""}  # it has saved at another line, without waiting for this one
             if gone:
                 raise CheckpointError(
                     f"save_state() was called on rank {self._group.rank}, but the main process {gone[0]}. Call it on "
@@ -122,15 +135,15 @@ class _Roll:
     def _saves_other(self, rank: int) -> bool:
         """Whether a rank waits in another save, for this one to decide about it.
 
-        One of the same folder after another number of collectives proves that the ranks are out of step: none can have
+        The same save after another number of collectives proves that the ranks are out of step: none can have
         completed a collective that the other has not entered.
         """
         key = _CURRENT.format(rank=rank)
         place = self._store.get(key).decode() if self._store.check([key]) else ""
         if place in ("", self._place) or self._store.check([f"{place}/decision"]):
             return False
-        number = place.removeprefix(self._target).partition("/")[0]
-        if place.startswith(self._target) and number != str(self._number):
+        number = place.removeprefix(self._call).partition("/")[0]
+        if place.startswith(self._call) and number != str(self._number):
             text = f"rank {rank} has entered {number} collectives, the main process {self._number}"
             self._store.set(f"{place}/decision", f"apart {text}".encode())
             raise _apart(text)

@@ -59,7 +59,7 @@ class Keeper:
         owner = self._owner
         group, project = owner._group, owner.project_configuration
         with self._in_phase("checkpoint"):
-            absent = attendance.attend(group, "" if output_dir is None else os.path.abspath(output_dir))
+            absent = attendance.attend(group)
             alone = bool(absent)
             if alone and group.rank != 0:
                 return ""  # the main process saves, and this rank has nothing to add to it any more
