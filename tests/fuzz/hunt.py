@@ -17,15 +17,17 @@ from tests.fuzz.program import draw
 from tests.fuzz.reference import differences
 
 
-def main(first: int, count: int, ranks: int, launcher: str, without: list[str]) -> None:
+def main(first: int, count: int, ranks: int, launcher: str, library: str, without: list[str]) -> None:
     """Run the programs; print those that fail."""
     seeds = [seed for seed in range(first, first + count) if not any(word in str(draw(seed)) for word in without)]
+    if library == "accelerate":
+        seeds = [seed for seed in seeds if draw(seed).accelerate_agrees()]
     count = len(seeds)
     failed = 0
     started = time.monotonic()
     while seeds:
         with tempfile.TemporaryDirectory() as folder:
-            result = run(Path(folder), Job(seeds=tuple(seeds), ranks=ranks, launcher=launcher))
+            result = run(Path(folder), Job(seeds=tuple(seeds), ranks=ranks, launcher=launcher, library=library))
         for seed, seen in result.programs.items():
             if lines := differences(draw(seed), seen):
                 failed += 1
@@ -50,5 +52,6 @@ if __name__ == "__main__":
     parser.add_argument("count", type=int)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--launcher", default="torchrun", choices=["torchrun", "lockstep"])
+    parser.add_argument("--library", default="lockstep", choices=["lockstep", "accelerate"])
     parser.add_argument("--without", nargs="*", default=[])
     main(**vars(parser.parse_args()))

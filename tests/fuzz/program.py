@@ -83,18 +83,16 @@ class Program:
         """Whether Accelerate 1.15 does with this program what is right, so that the two can be compared.
 
         It divides a shorter last window by the full length, joins nothing on the CPU, loads a state without the
-        loader's place, and repeats other samples than ours where a stream's last batches are filled up.
+        loader's place, loses the repeated samples from sight in streams and after skip_first_batches, skips too little
+        where one rank reads for all, and refuses batches of several sizes.
         """
         return not (
             self.join
             or self.resume
-            or self.skip
-            or self.accumulation > 1
-            or self.reads_on_one_rank
+            or (self.accumulation > 1 and self.how == "accumulate")
             or self.stream
-            or self.sampler in ("shuffle", "seedable", "weighted")
-            or self.iteration in ("prefetch", "zip", "cycle")
-            or any(name in ("save_state", "evaluate") for name, _ in self.extras)
+            or (self.skip and (self.metrics or self.reads_on_one_rank))
+            or self.sampler == "batch_sampler"
         )
 
 

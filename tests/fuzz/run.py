@@ -12,6 +12,7 @@ import json
 import queue
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -362,10 +363,11 @@ def main(library: str, folder: Path, seeds: list[int]) -> None:
         for seed in seeds:
             program = draw(seed)
             out.write(json.dumps({"seed": seed, "begins": str(program)}) + "\n")
+            began = time.monotonic()
             fresh(library)
             importlib.import_module(f"{library}.utils").set_seed(seed)
             seen = Run(library, program, folder).run()
-            out.write(json.dumps({"seed": seed, **seen}) + "\n")
+            out.write(json.dumps({"seed": seed, "seconds": time.monotonic() - began, **seen}) + "\n")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
