@@ -271,7 +271,9 @@ class Replay:
 
     def _gan_step(self, step: int) -> None:
         generator, critic = (self._cast(model) for model in self.models)
-        for loss_of, optimizer in zip((parts.critic_loss, parts.generator_loss), reversed(self.optimizers), strict=True):
+        for loss_of, optimizer in zip(
+            (parts.critic_loss, parts.generator_loss), reversed(self.optimizers), strict=True
+        ):
             losses = [seen.copy() for seen in self.seen["losses"]]
             self._average([step], lambda batch, of=loss_of: of(generator, critic, batch), 1)  # type: ignore[misc]
             if loss_of is parts.critic_loss:

@@ -222,7 +222,9 @@ class Run:
 
     def gan_step(self, batch: Batch) -> None:
         generator, critic = self.models
-        for loss_of, optimizer in zip((parts.critic_loss, parts.generator_loss), reversed(self.optimizers), strict=True):
+        for loss_of, optimizer in zip(
+            (parts.critic_loss, parts.generator_loss), reversed(self.optimizers), strict=True
+        ):
             loss = loss_of(generator, critic, batch)
             self.accelerator.backward(loss)
             optimizer.step()
