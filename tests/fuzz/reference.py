@@ -35,7 +35,7 @@ def differences(program: Program, ranks: list[Seen]) -> list[str]:
 
 
 def divide(order: list[int], batch_size: int, ranks: int, *, split: bool, drop_last: bool, even: bool) -> list[Any]:
-    """Per rank, its batches: the order is cut into one batch for each rank at a time; the end is filled from the start."""
+    """Per rank, its batches: one for each rank at a time, in order; the end is filled up from the start."""
     whole = batch_size if split else batch_size * ranks
     share = whole // ranks
     left = len(order) % whole
@@ -48,9 +48,9 @@ def divide(order: list[int], batch_size: int, ranks: int, *, split: bool, drop_l
     return [[batch for batch in batches if batch] for batches in dealt]
 
 
-def divide_batches(batches: list[list[int]], ranks: int) -> list[Any]:
+def divide_batches(batches: list[list[int]], ranks: int, *, even: bool) -> list[Any]:
     """Per rank, its batches, where whole batches are given out in turn."""
-    missing = -len(batches) % ranks
+    missing = -len(batches) % ranks if even else 0
     batches = batches + [batches[place % ranks] for place in range(missing)]
     return [batches[rank::ranks] for rank in range(ranks)]
 
@@ -58,7 +58,9 @@ def divide_batches(batches: list[list[int]], ranks: int) -> list[Any]:
 def expected_batches(program: Program, order: list[int], ranks: int) -> list[Any]:
     """Per rank, its batches of one epoch."""
     if program.sampler == "batch_sampler":
-        return divide_batches(parts.Buckets(program.samples, program.batch_size).batches, ranks)
+        return divide_batches(
+            parts.Buckets(program.samples, program.batch_size).batches, ranks, even=program.even_batches
+        )
     return divide(
         order,
         program.batch_size,
