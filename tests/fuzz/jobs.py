@@ -26,6 +26,8 @@ class Job:
     ranks: int = 2
     launcher: str = "torchrun"
     library: str = "lockstep"
+    choices: tuple[str, ...] = ()
+    """Choices that all its programs make otherwise."""
 
     def __str__(self) -> str:
         return f"{self.seeds[0]}-{self.seeds[-1]}-{self.ranks}-{self.launcher}"
@@ -36,7 +38,7 @@ class Job:
             "lockstep": ["lockstep", "launch", "--cpu", "--num_processes", str(self.ranks)],
             "torchrun": ["torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"],
         }
-        program = [str(RUN), self.library, str(folder), *map(str, self.seeds)]
+        program = [str(RUN), self.library, str(folder), *map(str, self.seeds), *self.choices]
         return [sys.executable, "-m", *launchers[self.launcher], *program]
 
 

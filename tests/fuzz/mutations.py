@@ -48,30 +48,30 @@ class Mutation:
         return f"{self.seed}: {self.kind!r} on rank {self.rank} of {self.ranks}, step {self.step}, in {self.program}"
 
 
-def mutate(seed: int) -> Mutation:
-    """The mutation of a seed. The kinds take turns."""
+def mutate(seed: int, **choices: Any) -> Mutation:
+    """The mutation of a seed, in a program with these choices. The kinds take turns."""
     dice = random.Random(f"mutation {seed}")
     ranks = dice.choice((2, 2, 3, 4))
-    program = draw(
-        seed,
-        model=dice.choice(("mlp", "conv_bn", "tied", "frozen", "dict", "tuple")),
-        samples=dice.randint(32, 48),
-        batch_size=dice.choice((1, 2)),
-        sampler=dice.choice(("sequential", "shuffle", "seedable")),
-        stream=False,
-        workers=0,
-        even_batches=True,
-        split_batches=False,
-        dispatch_batches=False,
-        iteration="plain",
-        join=False,
-        stop_after=None,
-        skip=0,
-        resume=None,
-        how="accumulate",
-        metrics=False,
-        extras=tuple((dice.choice(COLLECTIVES), dice.randint(0, 2)) for _ in range(dice.randint(0, 2))),
-    )
+    fixed: dict[str, Any] = {
+        "model": dice.choice(("mlp", "conv_bn", "tied", "frozen", "dict", "tuple")),
+        "samples": dice.randint(32, 48),
+        "batch_size": dice.choice((1, 2)),
+        "sampler": dice.choice(("sequential", "shuffle", "seedable")),
+        "stream": False,
+        "workers": 0,
+        "even_batches": True,
+        "split_batches": False,
+        "dispatch_batches": False,
+        "iteration": "plain",
+        "join": False,
+        "stop_after": None,
+        "skip": 0,
+        "resume": None,
+        "how": "accumulate",
+        "metrics": False,
+        "extras": tuple((dice.choice(COLLECTIVES), dice.randint(0, 2)) for _ in range(dice.randint(0, 2))),
+    }
+    program = draw(seed, **{**fixed, **choices})
     kind = KINDS[seed % len(KINDS)]
     return Mutation(
         seed=seed, kind=kind, program=program, ranks=ranks, rank=dice.randrange(ranks), step=dice.randint(1, 2)
@@ -80,10 +80,10 @@ def mutate(seed: int) -> Mutation:
 
 def marks() -> dict[str, str]:
     """Mark -> ``file:line``."""
-    lines = Path(__file__).read_text().splitlines()
     return {
-        line.rpartition(MARK)[2].strip(): f"{Path(__file__).name}:{number}"
-        for number, line in enumerate(lines, 1)
+        line.rpartition(MARK)[2].strip(): f"{file.name}:{number}"
+        for file in (Path(__file__), Path(parts.__file__))
+        for number, line in enumerate(file.read_text().splitlines(), 1)
         if MARK in line
     }
 
@@ -128,7 +128,7 @@ class MutatedRun(Run):
     def accumulated_step(self, batch: Batch) -> None:
         accelerator, optimizer = self.accelerator, self.optimizers[0]
         with accelerator.accumulate(self.model):
-            loss, _ = parts.loss_of(self.model, batch)
+            loss, _ = parts.loss_of(self.models, batch)
             if self.now("skipped backward"):
                 return
             try:
@@ -195,11 +195,10 @@ def fault() -> None:
     sys.stdout.flush()
 
 
-def train(seed: int) -> list[float]:
+def train(seed: int, **choices: Any) -> list[float]:
     """Called on: all ranks. Run a mutated program; the parameters at its end."""
     with tempfile.TemporaryDirectory() as folder:
-        return list(MutatedRun(mutate(seed), Path(folder)).run()["parameters"])
-
-
-if __name__ == "__main__":
-    train(int(sys.argv[1]))
+        run = MutatedRun(mutate(seed, **choices), Path(folder))
+        parameters = list(run.run()["parameters"])
+        run.accelerator.gather(torch.ones(1))  # as a script that reports a result
+        return parameters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,10 +66,10 @@ class Buckets(Sampler[list[int]]):
 def training_loader(program: Program) -> DataLoader[Any]:
     """The loader as the user makes it."""
     samples = Samples(program.samples)
+    options: dict[str, Any] = {"num_workers": program.workers, "persistent_workers": program.persistent_workers}
     if program.sampler == "batch_sampler":
         buckets = Buckets(program.samples, program.batch_size)
-        return DataLoader(samples, batch_sampler=buckets, num_workers=program.workers)
-    options: dict[str, Any] = {}
+        return DataLoader(samples, batch_sampler=buckets, **options)
     if program.sampler == "weighted":
         weights = [1.0 + index % 3 for index in range(program.samples)]
         generator = torch.Generator().manual_seed(program.seed)
@@ -79,7 +79,6 @@ def training_loader(program: Program) -> DataLoader[Any]:
         batch_size=program.batch_size,
         shuffle=program.sampler in ("shuffle", "seedable") or None,
         drop_last=program.drop_last,
-        num_workers=program.workers,
         **options,
     )
 
@@ -116,17 +115,26 @@ class Network(nn.Module):
 
 
 def build_models(program: Program) -> list[nn.Module]:
-    """One model, or a generator and its critic."""
+    """One model, two in a row, or a generator and its critic."""
     torch.manual_seed(program.seed)
     if program.model == "gan":
         generator = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         critic = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
         return [generator, critic]
+    if program.model == "pair":
+        return [Network("mlp"), nn.Linear(1, 1)]
     return [Network(program.model)]
 
 
-def build_optimizer(program: Program, model: nn.Module) -> torch.optim.Optimizer:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def build_optimizers(program: Program, models: list[nn.Module]) -> list[Any]:
+    """One for all models, or one for each of a GAN's."""
+    if program.model == "gan":
+        return [_optimizer(program, [model]) for model in models]
+    return [_optimizer(program, models)]
+
+
+def _optimizer(program: Program, models: list[nn.Module]) -> torch.optim.Optimizer:
+    parameters = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
     if program.optimizer == "adamw":
         # A large eps: with the usual one, rounding in a gradient that is nearly zero becomes a whole step.
         return torch.optim.AdamW(parameters, lr=0.01, eps=1e-2)
@@ -155,10 +163,11 @@ def prediction(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def loss_of(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The mean loss of a batch, and the predictions."""
-    _, inputs, targets = batch
-    predicted = prediction(model(inputs))
+def loss_of(models: Sequence[Any], batch: Batch) -> tuple[Tensor, Tensor]:
+    """The mean loss of a batch, through one model after the other, and the predictions."""
+    _, predicted, targets = batch
+    for model in models:
+        predicted = prediction(model(predicted))  # mark: forward
     return nn.functional.mse_loss(predicted, targets), predicted
 
 

@@ -7,16 +7,28 @@ what follows from a choice is then settled again, so that the program stays vali
 
 from __future__ import annotations
 
+import ast
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-MODELS = ("mlp", "mlp", "conv_bn", "tied", "frozen", "dict", "tuple", "unused", "gan")
-ITERATIONS = ("plain", "plain", "plain", "plain", "zip", "cycle", "prefetch", "redraw", "islice")
+MODELS = ("mlp", "mlp", "conv_bn", "tied", "frozen", "dict", "tuple", "unused", "pair", "gan")
+ITERATIONS = ("plain", "plain", "plain", "plain", "zip", "cycle", "prefetch", "redraw", "islice", "two_loaders")
 SAMPLERS = ("sequential", "shuffle", "seedable", "weighted", "batch_sampler")
-COLLECTIVES = ("gather", "reduce", "broadcast_object_list", "gather_object", "pad", "trigger", "barrier")
+COLLECTIVES = (
+    "gather",
+    "reduce",
+    "broadcast_object_list",
+    "gather_object",
+    "pad",
+    "trigger",
+    "barrier",
+    "split",
+    "main_first",
+)
 MAIN_ONLY = ("main_evaluates_prepared", "main_evaluates_raw", "main_saves", "main_saves_model", "main_logs", "probe")
-SHARED = ("evaluate", "peek", "save_model", "save_state")
+SHARED = ("evaluate", "peek", "nested", "save_model", "save_state")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +37,7 @@ class Program:
 
     seed: int = 0
     model: str = "mlp"
-    """``unused`` has parts that a batch leaves out; ``gan`` is two models with an optimizer each."""
+    """``unused``: parts that a batch leaves out; ``pair``: two models with one optimizer; ``gan``: with one each."""
     optimizer: str = "sgd"
     precision: str = "no"
     stream: bool = False
@@ -35,6 +47,7 @@ class Program:
     drop_last: bool = False
     sampler: str = "sequential"
     workers: int = 0
+    persistent_workers: bool = False
     even_batches: bool = True
     split_batches: bool = False
     dispatch_batches: bool | None = None
@@ -46,11 +59,14 @@ class Program:
     skip: int = 0
     """Batches that ``skip_first_batches`` passes over in the first epoch."""
     resume: str | None = None
-    """``load_state``: the first epoch is left after ``resume_at`` batches, and resumed from a saved state."""
+    """The first epoch is left after ``resume_at`` batches, and resumed from a saved state: with ``load_state`` alone,
+    or with ``skip_first_batches`` after it, as scripts for Accelerate do."""
     resume_at: int = 2
     accumulation: int = 1
     how: str = "accumulate"
     """``accumulate``, or ``no_sync`` around all micro-batches but the last of each window."""
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
     clip: str | None = None
     schedule: str | None = None
     join: bool = False
@@ -67,7 +83,7 @@ class Program:
             for field in fields(self)
             if field.name != "seed" and getattr(self, field.name) != getattr(plain, field.name)
         ]
-        return f"draw({self.seed}): {', '.join(chosen) or 'the plainest program'}"
+        return f"program {self.seed}: {', '.join(chosen) or 'the plainest program'}"
 
     @property
     def reads_on_one_rank(self) -> bool:
@@ -83,21 +99,26 @@ class Program:
         """Whether Accelerate 1.15 does with this program what is right, so that the two can be compared.
 
         It divides a shorter last window by the full length, joins nothing on the CPU, loads a state without the
-        loader's place, loses the repeated samples from sight in streams and after skip_first_batches, skips too little
-        where one rank reads for all, and refuses batches of several sizes.
+        loader's place, loses the repeated samples from sight in streams and after skip_first_batches, fills up and
+        skips otherwise where one rank reads for all, ends two iterations of one loader with a third, and refuses
+        batches of several sizes.
         """
         return not (
             self.join
             or self.resume
             or (self.accumulation > 1 and self.how == "accumulate")
+            or self.reads_on_one_rank
             or self.stream
-            or (self.skip and (self.metrics or self.reads_on_one_rank))
+            or (self.skip and self.metrics)
+            or (self.iteration == "zip" and any(name in ("peek", "nested") for name, _ in self.extras))
             or self.sampler == "batch_sampler"
         )
 
 
 def draw(seed: int, **overrides: Any) -> Program:
-    """The program of a seed, with these choices made otherwise."""
+    """The program of a seed, with these choices made otherwise. A negative seed is the plainest program."""
+    if seed < 0:
+        return settle(replace(Program(seed=seed), **overrides))
     dice = random.Random(seed)
     split = dice.random() < 0.15
     drawn = Program(
@@ -111,6 +132,7 @@ def draw(seed: int, **overrides: Any) -> Program:
         drop_last=dice.random() < 0.25,
         sampler=dice.choice(SAMPLERS),
         workers=dice.choice((0,) * 12 + (1, 2)),
+        persistent_workers=dice.random() < 0.5,
         even_batches=dice.random() < 0.85,
         split_batches=split,
         dispatch_batches=dice.choice((None, None, None, False, True)),
@@ -118,10 +140,12 @@ def draw(seed: int, **overrides: Any) -> Program:
         iteration=dice.choice(ITERATIONS),
         stop_after=dice.choice((None, None, None, 1, 2, 3)),
         skip=dice.choice((0, 0, 0, 0, 1, 2)),
-        resume=dice.choice((None,) * 5 + ("load_state",)),
+        resume=dice.choice((None,) * 5 + ("load_state", "skip_first_batches")),
         resume_at=dice.choice((1, 2)),
         accumulation=dice.choice((1, 1, 2, 3)),
         how=dice.choice(("accumulate", "accumulate", "no_sync")),
+        sync_with_dataloader=dice.random() < 0.8,
+        sync_each_batch=dice.random() < 0.15,
         clip=dice.choice((None, None, "norm", "value")),
         schedule=dice.choice((None, "lambda", "cosine")),
         metrics=dice.random() < 0.4,
@@ -133,51 +157,55 @@ def draw(seed: int, **overrides: Any) -> Program:
     return settle(replace(drawn, **overrides))
 
 
+def parse(choices: Iterable[str]) -> dict[str, Any]:
+    """Choices from a command line: ``workers=1``, ``model='tied'``."""
+    return {name: ast.literal_eval(value) for name, _, value in (choice.partition("=") for choice in choices)}
+
+
 def settle(program: Program) -> Program:
-    """The nearest program that is valid: on each line, what the left side rules out."""
-    change: dict[str, Any] = {}
-    if program.stream:
-        change |= {"sampler": "sequential"}  # a stream has its own order
-    if program.split_batches and program.sampler == "batch_sampler":
-        change |= {"sampler": "sequential"}  # batches of several sizes cannot all be cut
-    if not program.even_batches:
-        # Ranks may have different numbers of batches: inside join_uneven_inputs they do nothing else together, and
-        # one rank that reads for all would wait there for those that are through.
-        change |= {"join": True, "iteration": "plain", "stop_after": None, "skip": 0, "resume": None, "model": "mlp"}
-        change |= {"extras": (), "metrics": False, "accumulation": 1, "dispatch_batches": False, "clip": None}
-    program = replace(program, **change)
-    change = {}
-    if program.iteration in ("prefetch", "redraw") and program.reads_on_one_rank:
-        change |= {"iteration": "plain"}  # drawing is a collective there
-    program = replace(program, **change)
-    change = {}
-    if program.iteration in ("zip", "cycle", "prefetch", "redraw", "islice"):
-        change |= {"resume": None, "skip": 0, "metrics": False}  # these ask for the place in one plain iteration
-    if program.iteration in ("prefetch", "redraw", "zip"):
-        # Ranks are not at the same batch of the loader; its end would close windows at different steps.
-        change |= {"accumulation": 1}
-    if program.iteration == "redraw":
-        change |= {"stream": False}
-    if program.resume:
-        # Gradients that are accumulated by hand are not saved, and a state is of one epoch's iteration.
-        change |= {"stop_after": None, "skip": 0, "how": "accumulate", "epochs": 1}
-    if program.model in ("gan", "unused"):
-        change |= {"accumulation": 1}
+    """The nearest program that is valid: each rule gives up what its condition rules out."""
+
+    def rule(holds: object, **choices: Any) -> None:
+        nonlocal program
+        program = replace(program, **choices) if holds else program
+
+    rule(program.stream, sampler="sequential")  # a stream has its own order
+    # Batches of several sizes can be neither cut nor gathered.
+    rule(program.split_batches and program.sampler == "batch_sampler", sampler="sequential")
+    rule(program.sampler == "batch_sampler", metrics=False, drop_last=False)
+    rule(not program.workers, persistent_workers=False)
+
+    # Ranks may have different numbers of batches: inside join_uneven_inputs they do nothing else together.
+    plain: dict[str, Any] = {
+        "iteration": "plain",
+        "stop_after": None,
+        "skip": 0,
+        "resume": None,
+        "dispatch_batches": False,
+    }
+    alone: dict[str, Any] = {"extras": (), "metrics": False, "accumulation": 1, "clip": None, "model": "mlp"}
+    rule(not program.even_batches, join=True, **plain, **alone)
+
+    # Where one rank reads for all, drawing is a collective: all ranks draw at the same time, from one thread.
+    rule(program.iteration in ("prefetch", "redraw") and program.reads_on_one_rank, iteration="plain")
+    rule(program.iteration == "redraw", stream=False)
+    # Metrics, places and ends are those of one plain iteration. The end of a loader closes accumulation windows: a
+    # rank that has drawn further would close its own too early.
+    rule(program.iteration != "plain", resume=None, skip=0, metrics=False)
+    rule(program.iteration in ("prefetch", "redraw", "zip"), accumulation=1)
+    # Gradients that are accumulated by hand are not saved, and a saved place is one in an epoch's only iteration.
+    rule(program.resume, stop_after=None, skip=0, how="accumulate", epochs=1)
+    rule(program.model in ("gan", "unused"), accumulation=1)
+    rule(program.model == "gan", metrics=False)
+    rule(program.accumulation == 1 or program.how == "no_sync", sync_with_dataloader=True, sync_each_batch=False)
+    rule(program.accumulation == 1, how="accumulate")
+
+    excluded = set()
     if program.model == "gan":
-        change |= {"metrics": False}
-    if program.sampler == "batch_sampler":
-        change |= {"metrics": False, "drop_last": False}  # batches of several sizes cannot be gathered
-    if program.accumulation == 1:
-        change |= {"how": "accumulate"}
-    program = replace(program, **change)
-    extras = [
-        (name, step)
-        for name, step in program.extras
-        # The forward of a model with buffers is a collective, and so is one that is not followed by its backward here.
-        if not (name == "probe" and program.model in ("conv_bn", "unused", "gan"))
-        # A second iteration in the middle of the first one is not what a saved state is of.
-        and not (name in ("peek", "evaluate", "save_state") and program.resume)
-        # One rank would read for all.
-        and not (name == "main_evaluates_prepared" and program.dispatch_batches)
-    ]
-    return replace(program, extras=tuple(extras))
+        excluded |= {"probe"}
+    if program.resume:
+        excluded |= {"peek", "nested", "evaluate", "save_state"}
+    if program.dispatch_batches:
+        excluded |= {"main_evaluates_prepared"}
+    rule(excluded, extras=tuple(extra for extra in program.extras if extra[0] not in excluded))
+    return program

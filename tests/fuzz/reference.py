@@ -71,7 +71,7 @@ def expected_batches(program: Program, order: list[int], ranks: int) -> list[Any
     )
 
 
-def _steps(program: Program, batches: int, epoch: int) -> int:
+def _steps(program: Program, batches: int, epoch: int, ranks: int) -> int:
     """Steps in an epoch over so many batches."""
     if program.iteration == "cycle":
         steps = 7 if batches else 0
@@ -79,6 +79,9 @@ def _steps(program: Program, batches: int, epoch: int) -> int:
         steps = max(0, batches - 2)
     elif program.iteration == "islice":
         steps = min(3, batches)
+    elif program.iteration == "two_loaders":
+        whole = program.batch_size * (1 if program.split_batches else ranks)
+        steps = min(batches, -(-parts.HELD_OUT // whole))
     else:
         steps = batches
     steps -= min(steps, program.skip) if epoch == 0 else 0
@@ -108,7 +111,7 @@ def _sample_differences(program: Program, ranks: list[Seen]) -> Iterator[str]:
         if shuffled and sorted(order) != list(range(program.samples)):
             yield f"epoch {epoch}: not every sample once: {order}"
         for rank, batches in enumerate(expected_batches(program, order, len(ranks))):
-            counted[rank] += _steps(program, len(batches), epoch)
+            counted[rank] += _steps(program, len(batches), epoch, len(ranks))
             if skipped and not program.order_is_known:
                 continue  # what was skipped is not known, and so neither is what the end is filled with
             mine = drawn[rank]
@@ -138,10 +141,25 @@ def _metric_differences(program: Program, order: list[int], ranks: list[Seen], e
     skipped = program.skip if epoch == 0 else 0
     for rank, seen in enumerate(ranks):
         batches = expected_batches(program, order, len(ranks))[rank]
-        steps = _steps(program, len(batches), epoch)
+        steps = _steps(program, len(batches), epoch, len(ranks))
         due = order[skipped * whole : (skipped + steps) * whole]
         if seen["metrics"][epoch] != due:
             yield f"epoch {epoch}, rank {rank}: gather_for_metrics gave {seen['metrics'][epoch]}, expected {due}"
+
+
+def _updates(program: Program, ranks: int) -> list[bool]:
+    """For each step whether an update follows: when a window is full, and at the end of the loader."""
+    updates: list[bool] = []
+    filled = 0
+    for epoch in range(program.epochs):
+        batches = len(expected_batches(program, list(range(program.samples)), ranks)[0])
+        last = batches - (program.skip if epoch == 0 else 0) - 1
+        closes = program.sync_with_dataloader and program.how == "accumulate"
+        for step in range(_steps(program, batches, epoch, ranks)):
+            at_end = closes and step == last
+            filled = 0 if at_end else filled + 1
+            updates.append(at_end or filled % program.accumulation == 0)
+    return updates
 
 
 # --- what else the script did ------------------------------------------------------------------------------------
@@ -164,16 +182,18 @@ def _extra_differences(program: Program, ranks: list[Seen]) -> Iterator[str]:
         "gather_object": [f"from {rank}" for rank in world],
         "pad": [len(ranks)],
         "trigger": [True, False],
+        "split": list(range(7)),
         "evaluate": list(range(parts.HELD_OUT)),
     }
     on_main = {
+        "main_first": "only here",
         "main_evaluates_prepared": [sample for batch in held_out[0] for sample in batch],
         "main_evaluates_raw": list(range(parts.HELD_OUT)),
     }
     for rank, seen in enumerate(ranks):
         for name, value in seen["extras"]:
-            if name == "peek":
-                continue  # its batch is any batch of another epoch
+            if name in ("peek", "nested"):
+                continue  # its batches are of another epoch
             due = fixed.get(name, on_main.get(name) if rank == 0 else None)
             if value != due:
                 yield f"rank {rank}: {name} gave {value}, expected {due}"
@@ -183,6 +203,10 @@ def _extra_differences(program: Program, ranks: list[Seen]) -> Iterator[str]:
 
 
 def _number_differences(program: Program, ranks: list[Seen]) -> Iterator[str]:
+    if program.iteration in ("plain", "islice") and not (program.join or (program.stream and program.workers)):
+        due_updates = _updates(program, len(ranks))
+        if [updated for _, _, updated in ranks[0]["steps"]] != due_updates:
+            yield f"updates {[updated for _, _, updated in ranks[0]['steps']]}, expected {due_updates}"
     due = Replay(program, ranks).run()
     tolerance = TOLERANCE[program.precision]
     for rank, seen in enumerate(ranks):
@@ -233,7 +257,7 @@ class Replay:
         self.steps = _aligned(program, ranks)
         self.samples = parts.Samples(program.samples)
         self.models = parts.build_models(program)
-        self.optimizers = [parts.build_optimizer(program, model) for model in self.models]
+        self.optimizers = parts.build_optimizers(program, self.models)
         self.schedule = parts.build_schedule(program, self.optimizers[0])
         self.seen: dict[str, Any] = {"losses": [[] for _ in ranks], "rates": [], "norms": []}
 
@@ -255,12 +279,14 @@ class Replay:
     def _update(self, window: list[int]) -> None:
         before = self.optimizers[0].param_groups[0]["lr"]
         length = self.program.accumulation if self.program.how == "no_sync" else len(window)
-        self._average(window, lambda batch: parts.loss_of(self._cast(self.models[0]), batch)[0] / length, length)
+        models = [self._cast(model) for model in self.models]
+        self._average(window, lambda batch: parts.loss_of(models, batch)[0] / length, length)
         self.seen["rates"] += [before] * (len(window) - 1)
+        parameters = [parameter for model in self.models for parameter in model.parameters()]
         if self.program.clip == "norm":
-            self.seen["norms"].append(float(nn.utils.clip_grad_norm_(self.models[0].parameters(), 0.1)))
+            self.seen["norms"].append(float(nn.utils.clip_grad_norm_(parameters, 0.1)))
         elif self.program.clip == "value":
-            nn.utils.clip_grad_value_(self.models[0].parameters(), 0.01)
+            nn.utils.clip_grad_value_(parameters, 0.01)
         self.optimizers[0].step()
         self._advance_schedule()
         self.optimizers[0].zero_grad()
@@ -268,7 +294,8 @@ class Replay:
     def _leave_open(self, window: list[int]) -> None:
         """The losses of a window that no update has closed."""
         if window and self.program.model != "gan":
-            self._average(window, lambda batch: parts.loss_of(self._cast(self.models[0]), batch)[0], 1)
+            models = [self._cast(model) for model in self.models]
+            self._average(window, lambda batch: parts.loss_of(models, batch)[0], 1)
             self.seen["rates"] += [self.optimizers[0].param_groups[0]["lr"]] * len(window)
 
     def _gan_step(self, step: int) -> None:

@@ -1,7 +1,7 @@
 """What each rank runs: programs one after the other, each with an accelerator of its own.
 
-``run.py LIBRARY FOLDER SEED...`` under any launcher. Each rank writes FOLDER/<rank>.jsonl: a line when a program
-begins, and one with what was seen when it has ended.
+``run.py LIBRARY FOLDER SEED... [CHOICE=VALUE...]`` under any launcher. Each rank writes FOLDER/<rank>.jsonl: a line
+when a program begins, and one with what was seen when it has ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from tests.fuzz import parts
 from tests.fuzz.parts import Batch
-from tests.fuzz.program import Program, draw
+from tests.fuzz.program import Program, draw, parse
 
 
 class Run:
@@ -37,12 +37,13 @@ class Run:
         self.logger = importlib.import_module(f"{library}.logging").get_logger("fuzz")
         self.accelerator = self._accelerator(importlib.import_module(library))
         self.models = parts.build_models(program)
-        self.optimizers: list[Any] = [parts.build_optimizer(program, model) for model in self.models]
+        self.optimizers: list[Any] = parts.build_optimizers(program, self.models)
         self.schedule = parts.build_schedule(program, self.optimizers[0])
         self.loader: Any = parts.training_loader(program)
         self.held_out: Any = DataLoader(parts.Samples(parts.HELD_OUT), batch_size=program.batch_size)
         self._prepare()
         self.micro_batches = 0
+        self.predicted = torch.empty(0)
         self.seen: dict[str, Any] = {
             "drawn": [],  # per epoch, the samples of each batch that came from the loader
             "steps": [],  # per micro-batch: samples, loss, whether an update followed
@@ -67,7 +68,11 @@ class Run:
             cpu=True,
             mixed_precision=program.precision,
             dataloader_config=data,
-            gradient_accumulation_steps=program.accumulation if program.how == "accumulate" else 1,
+            gradient_accumulation_plugin=self.utils.GradientAccumulationPlugin(
+                num_steps=program.accumulation if program.how == "accumulate" else 1,
+                sync_with_dataloader=program.sync_with_dataloader,
+                sync_each_batch=program.sync_each_batch,
+            ),
             kwargs_handlers=handlers,
         )
 
@@ -95,7 +100,7 @@ class Run:
         for epoch in range(program.epochs):
             self.seen["drawn"].append([])
             self.seen["metrics"].append([])
-            with accelerator.join_uneven_inputs([self.model]) if program.join else nullcontext():
+            with accelerator.join_uneven_inputs(self.models) if program.join else nullcontext():
                 if program.resume:
                     self.interrupted_epoch()
                 else:
@@ -131,7 +136,10 @@ class Run:
         if saved is not None:
             self.accelerator.load_state(str(folder))
             self.seen, self.micro_batches = json.loads(saved)
-            for batch in self.batches(self.loader):
+            loader = self.loader
+            if self.program.resume == "skip_first_batches":
+                loader = self.accelerator.skip_first_batches(loader, self.program.resume_at)
+            for batch in self.batches(loader):
                 self.step(batch)
 
     def batches(self, loader: Any) -> Iterator[Batch]:
@@ -143,6 +151,8 @@ class Run:
                 yield tuple(torch.cat(pair) for pair in zip(first, second, strict=True))  # type: ignore[misc]
         elif kind == "cycle":
             yield from itertools.islice(itertools.cycle(self.noted(loader)), 7)
+        elif kind == "two_loaders":
+            yield from (batch for batch, _ in zip(self.noted(loader), self.held_out))  # noqa: B905
         elif kind == "islice":
             yield from itertools.islice(self.noted(loader), 3)
         elif kind == "prefetch":
@@ -199,25 +209,29 @@ class Run:
 
     def accumulated_step(self, batch: Batch) -> None:
         accelerator = self.accelerator
-        with accelerator.accumulate(self.model):
-            loss, predicted = parts.loss_of(self.model, batch)
+        with accelerator.accumulate(*self.models):
+            loss, predicted = parts.loss_of(self.models, batch)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 self.clip()
             self.update()
-        self.measure(batch, predicted)
+        self.predicted = predicted
+        self.measure(batch)
         self.keep(batch, loss, accelerator.sync_gradients)
 
     def no_sync_step(self, batch: Batch) -> None:
         accelerator, length = self.accelerator, self.program.accumulation
         last = (self.micro_batches + 1) % length == 0
-        with nullcontext() if last else accelerator.no_sync(self.model):
-            loss, predicted = parts.loss_of(self.model, batch)
+        with ExitStack() as stack:
+            for model in () if last else self.models:
+                stack.enter_context(accelerator.no_sync(model))
+            loss, predicted = parts.loss_of(self.models, batch)
             accelerator.backward(loss / length)
         if last:
             self.clip()
             self.update()
-        self.measure(batch, predicted)
+        self.predicted = predicted
+        self.measure(batch)
         self.keep(batch, loss, last)
 
     def gan_step(self, batch: Batch) -> None:
@@ -235,10 +249,11 @@ class Run:
         self.keep(batch, loss, True)
 
     def clip(self) -> None:
+        parameters = [parameter for model in self.models for parameter in model.parameters()]
         if self.program.clip == "norm":
-            self.seen["norms"].append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.1)))
+            self.seen["norms"].append(float(self.accelerator.clip_grad_norm_(parameters, 0.1)))
         elif self.program.clip == "value":
-            self.accelerator.clip_grad_value_(self.model.parameters(), 0.01)
+            self.accelerator.clip_grad_value_(parameters, 0.01)
 
     def update(self) -> None:
         self.optimizers[0].step()
@@ -246,9 +261,9 @@ class Run:
             self.schedule.step()
         self.optimizers[0].zero_grad()
 
-    def measure(self, batch: Batch, predicted: Tensor) -> None:
+    def measure(self, batch: Batch) -> None:
         if self.program.metrics:
-            ids, _ = self.accelerator.gather_for_metrics((batch[0], predicted.detach()))
+            ids, _ = self.accelerator.gather_for_metrics((batch[0], self.predicted.detach()))
             self.seen["metrics"][-1] += ids.tolist()
 
     def keep(self, batch: Batch, loss: Tensor, updated: bool) -> None:
@@ -286,6 +301,14 @@ class Run:
     def barrier(self, _: Batch) -> Any:
         self.accelerator.wait_for_everyone()
 
+    def split(self, _: Batch) -> Any:
+        with self.accelerator.split_between_processes(list(range(7))) as mine:
+            return self.utils.gather_object(mine)
+
+    def main_first(self, _: Batch) -> Any:
+        with self.accelerator.main_process_first():
+            return self.accelerator.on_main_process(lambda: "only here")()
+
     def evaluate(self, _: Batch) -> Any:
         """Called on: all ranks. A second prepared loader, in the middle of the epoch."""
         seen: list[int] = []
@@ -301,6 +324,10 @@ class Run:
     def peek(self, _: Batch) -> Any:
         """Called on: all ranks. The first batch of another iteration, in the middle of this one."""
         return len(next(iter(self.loader))[0])
+
+    def nested(self, _: Batch) -> Any:
+        """Called on: all ranks. A whole iteration inside another one of the same loader."""
+        return sum(1 for _ in self.loader)
 
     def save_model(self, batch: Batch) -> Any:
         self.accelerator.save_model(self.model, str(self.folder / f"model-{self.program.seed}"))
@@ -339,13 +366,12 @@ class Run:
         self.accelerator.print(f"program {self.program.seed}: {len(batch[0])} samples")
         self.logger.info("only on the main process", main_process_only=True)
 
-    def probe(self, batch: Batch) -> Any:
-        """A small head that the main process alone trains on what the model gives."""
+    def probe(self, _: Batch) -> Any:
+        """A small head that the main process alone trains on what the model gave."""
         if self.accelerator.is_main_process:
             head = nn.Linear(1, 1)
             optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
-            features = parts.prediction(self.model(batch[1])).detach()
-            self.accelerator.backward(head(features).pow(2).mean())
+            self.accelerator.backward(head(self.predicted.detach()).pow(2).mean())
             optimizer.step()
 
 
@@ -357,17 +383,17 @@ def fresh(library: str) -> None:
         state.GradientState._reset_state()
 
 
-def main(library: str, folder: Path, seeds: list[int]) -> None:
+def main(library: str, folder: Path, seeds: list[int], choices: dict[str, Any]) -> None:
     """Called on: all ranks. Run the programs."""
     module = importlib.import_module(library)
     accelerator = module.Accelerator(cpu=True)
     with (folder / f"{accelerator.process_index}.jsonl").open("a", buffering=1, encoding="utf-8") as out:
         for seed in seeds:
-            program = draw(seed)
+            program = draw(seed, **choices)
             out.write(json.dumps({"seed": seed, "begins": str(program)}) + "\n")
             began = time.monotonic()
             fresh(library)
-            importlib.import_module(f"{library}.utils").set_seed(seed)
+            importlib.import_module(f"{library}.utils").set_seed(abs(seed))
             seen = Run(library, program, folder).run()
             out.write(json.dumps({"seed": seed, "seconds": time.monotonic() - began, **seen}) + "\n")
     accelerator.wait_for_everyone()
@@ -375,4 +401,10 @@ def main(library: str, folder: Path, seeds: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), [int(seed) for seed in sys.argv[3:]])
+    arguments = sys.argv[3:]
+    main(
+        sys.argv[1],
+        Path(sys.argv[2]),
+        [int(argument) for argument in arguments if "=" not in argument],
+        parse(argument for argument in arguments if "=" in argument),
+    )
