@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +34,17 @@ def read_interval() -> int:
     return max(0, resolve("replica_check_steps", None, EVERY, env.snapshot(), env.parse_int).value)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Expected:
+    """Checksums that all ranks have posted, or will have in a moment."""
+
+    count: int
+    """Steps, or reductions, after which they were taken."""
+    unowned: bool
+    names: list[str]
+    keys: list[str]
+
+
 class ReplicaCheck:
     """Compares the ranks' parameters now and then, and warns once.
 
@@ -44,60 +56,64 @@ class ReplicaCheck:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._every = read_interval()
-        self._expected: tuple[int, list[str], list[str]] | None = None
+        self._expected: _Expected | None = None
         self._tries = 0
         self._equal = self._first = self._differed = 0
         self._warned = False
 
     def is_due(self, count: int, unowned: bool = False) -> bool:
         """Whether there is something to do after so many steps, or reductions."""
-        if not self._every:
-            return False
-        return self._expected is not None or count % self._every < (_IN_A_ROW if unowned else 1)
+        return self._expected is not None or self._posts(count, unowned)
 
     def look(self, count: int, parameters: Named, unowned: bool = False) -> None:
         """So many steps or reductions were made, and these parameters ought to be the same on all ranks."""
         if self._expected is not None:
-            self._compare("reductions" if unowned else "optimizer steps", _IN_A_ROW if unowned else 1)
-        if parameters and count % self._every < (_IN_A_ROW if unowned else 1):
-            self._post(count, parameters)
+            self._compare()
+        if parameters and self._posts(count, unowned):
+            self._post(count, parameters, unowned)
+
+    def _posts(self, count: int, unowned: bool) -> bool:
+        every = self._every
+        return 0 < every <= count and count % every < (_IN_A_ROW if unowned else 1)
 
     def restart(self) -> None:
         """Steps are counted anew."""
         self._expected = None
         self._equal = self._differed = 0
 
-    def _post(self, steps: int, parameters: Named) -> None:
+    def _post(self, count: int, parameters: Named, unowned: bool) -> None:
         group = self._group
         names = [name for name, _ in parameters]
         prefix = f"replicas/{group.generation}/{label(names)}"
-        mine = checksums(steps, (parameter for _, parameter in parameters))
+        mine = checksums(count, (parameter for _, parameter in parameters))
         store: Any = group.store  # takes bytes as well as texts
         with suppress(RuntimeError):
             store.set(f"{prefix}/{group.rank}", mine.pack())
         if group.rank == 0:
-            self._expected = steps, names, [f"{prefix}/{rank}" for rank in range(group.world_size)]
+            keys = [f"{prefix}/{rank}" for rank in range(group.world_size)]
+            self._expected = _Expected(count=count, unowned=unowned, names=names, keys=keys)
             self._tries = 0
 
-    def _compare(self, counted: str, in_a_row: int) -> None:
-        assert self._expected is not None
-        steps, names, keys = self._expected
+    def _compare(self) -> None:
+        expected = self._expected
+        assert expected is not None
         self._tries += 1
-        if self._tries == _TRIES:
+        found = self._fetch(expected)
+        complete = len(found) == len(expected.keys)
+        if complete or self._tries == _TRIES:
             self._expected = None
-        found = self._fetch(keys, steps)
-        if len(found) < len(keys):
+        if not complete:
             return
-        self._expected = None
-        differs = difference(found, names)
+        differs = difference(found, expected.names)
         if differs is None:
-            self._equal, self._differed = steps, 0
+            self._equal, self._differed = expected.count, 0
             return
         self._differed += 1
         if self._differed == 1:
-            self._first = steps
-        if self._differed >= in_a_row and not self._warned:
+            self._first = expected.count
+        if self._differed >= (_IN_A_ROW if expected.unowned else 1) and not self._warned:
             self._warned = True
+            counted = "reductions" if expected.unowned else "optimizer steps"
             get_notices("lockstep.replicas").warning(
                 f"The weights are no longer the same on all ranks: after {self._first} {counted} {differs}; after "
                 f"{self._equal} they were the same. From there on the ranks train different models. Look for an "
@@ -106,10 +122,13 @@ class ReplicaCheck:
                 "checkpoint from before it."
             )
 
-    def _fetch(self, keys: list[str], steps: int) -> dict[int, Checksums]:
-        """What has arrived of those keys."""
+    def _fetch(self, expected: _Expected) -> dict[int, Checksums]:
+        """What has arrived of it."""
+        store, keys = self._group.store, expected.keys
         with suppress(RuntimeError):  # whoever keeps the store has ended: the job learns of that elsewhere
-            if self._group.store.check(keys):
-                values = [Checksums.unpack(value) for value in self._group.store.multi_get(keys)]
-                return {rank: sums for rank, sums in enumerate(values) if sums is not None and sums.steps == steps}
+            if store.check(keys):
+                values = [Checksums.unpack(value) for value in store.multi_get(keys)]
+                return {
+                    rank: sums for rank, sums in enumerate(values) if sums is not None and sums.steps == expected.count
+                }
         return {}
