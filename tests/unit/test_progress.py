@@ -16,10 +16,7 @@ from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+pytestmark = pytest.mark.usefixtures("alone")  # another test may have left a session
 
 
 def be(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int) -> None:
