@@ -15,7 +15,6 @@ from lockstep.topology import current
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
-
 pytestmark = pytest.mark.usefixtures("alone")  # another test may have left a session
 
 
