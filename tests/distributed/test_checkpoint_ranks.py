@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator, DataLoaderConfiguration, PartialState, ProjectConfiguration
+from lockstep.blackbox.box import NoBox
 from lockstep.checkpoint import find, safe
 from lockstep.checkpoint.disk import Disk
 from lockstep.errors import CheckpointError
@@ -256,3 +257,49 @@ def test_no_thread_is_left_in_the_store_when_python_shuts_down(tmp_path: Path) -
     # One that came out of it then would end the rank with SIGABRT, and the job, which is complete, with it.
     with Ranks(2) as pool:  # of its own: what is registered for the end of these processes has run
         assert pool.run(listening, str(tmp_path)) == [(True, False)] * 2
+
+
+def saves_without_a_box(folder: str, who: tuple[int, ...]) -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1))
+    if accelerator.process_index in who:
+        accelerator._group.box = NoBox("the disk is full")
+    for _ in range(2):
+        accelerator.save_state(folder)
+    return sorted(name for name in os.listdir(folder) if name.startswith("random_states"))
+
+
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
+def test_ranks_without_a_black_box_save_together(tmp_path: Path, who: tuple[int, ...]) -> None:
+    for files in run_ranks(saves_without_a_box, 2, str(tmp_path / "state"), who, timeout=30):
+        assert files == ["random_states_0.pkl", "random_states_1.pkl"]
+
+
+def saves_before_anything_else(folder: str) -> bool:
+    accelerator = Accelerator(cpu=True)
+    if accelerator.is_main_process:
+        accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    return os.path.isdir(folder)
+
+
+def test_the_main_process_may_save_alone_before_the_first_collective(tmp_path: Path) -> None:
+    assert run_ranks(saves_before_anything_else, 2, str(tmp_path / "state"), timeout=30) == [True, True]
+
+
+def saves_on_another_rank(folder: str) -> str:
+    accelerator = Accelerator(cpu=True)
+    text = ""
+    if not accelerator.is_main_process:
+        try:
+            accelerator.save_state(folder)
+        except CheckpointError as error:
+            text = str(error)
+    accelerator.wait_for_everyone()
+    return text
+
+
+def test_another_rank_alone_cannot_save(tmp_path: Path) -> None:
+    first, second = run_ranks(saves_on_another_rank, 2, str(tmp_path / "state"), timeout=30)
+    assert first == ""
+    assert "save_state() was called on rank 1, but the main process waits in wait_for_everyone #1" in second

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.checkpoint import attendance, commit, exchange, find, load, save, state
+from lockstep.checkpoint import commit, exchange, find, load, save, save_rendezvous, state
 from lockstep.checkpoint.background import Background, Bar
 from lockstep.checkpoint.disk import Disk
 from lockstep.checkpoint.load import Outcome, Request
@@ -59,13 +59,13 @@ class Keeper:
         owner = self._owner
         group, project = owner._group, owner.project_configuration
         with self._in_phase("checkpoint"):
-            absent = attendance.attend(group)
+            absent = save_rendezvous.find_absent(group)
             alone = bool(absent)
             if alone and group.rank != 0:
                 return ""  # the main process saves, and this rank has nothing to add to it any more
             wish = Wish(project=project, output_dir=output_dir, safe=safe, durable=durable, alone=alone)
             site = Site(topology=owner._topology, disk=self.disk, wish=wish)
-            talk = attendance.by_one if alone else exchange.by_collective(group)
+            talk = save_rendezvous.by_one if alone else exchange.by_collective(group)
             save.begin(site, talk)
             mark = self._mark()
             content, failure = Content(), None
@@ -77,7 +77,7 @@ class Keeper:
             if blocking:
                 self._finish(site, content, talk, mark, failure)
             else:
-                through = attendance.by_one if alone else exchange.StoreExchange(group, site.ticket)
+                through = save_rendezvous.by_one if alone else exchange.StoreExchange(group, site.ticket)
                 self._background.start(lambda: self._finish(site, content, through, mark, failure))
             if site.number is not None:
                 project.iteration = site.number + 1

@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed import DistError
 
 from lockstep.blackbox import sites
+from lockstep.blackbox.box import Box
 from lockstep.blackbox.read import read_all
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
@@ -29,39 +30,45 @@ from lockstep.topology.watch import REMOTE
 
 _CURRENT = "save/current/{rank}"
 """Where in the job's store a rank says which save it waits in."""
+_ANY = "any"
+"""Stands for the number of collectives of a rank that does not count them."""
 _POLL = 0.005
 _LOOK = 0.2
 """Seconds between two looks at what the others do."""
 
 
-def attend(group: Group) -> dict[int, str]:
+def find_absent(group: Group) -> dict[int, str]:
     """Called on: the main process, or all ranks. Whoever will not come, and where each is instead; empty when all came.
 
     On other ranks it is the main process that decides. It raises where that one will not come. A save is the same on
     ranks that come to it by the same lines; the folder may be each rank's own.
     """
-    if group.world_size == 1 or not group.box.mark()[1]:
+    if group.world_size == 1:
         return {}
-    return _Roll(group, sites.spell_path(sys._getframe())).call()
+    return _Rendezvous(group, sites.spell_path(sys._getframe())).wait()
 
 
-class _Roll:
+class _Rendezvous:
     """One save, as one rank waits for the others."""
 
     def __init__(self, group: Group, lines: str) -> None:
         self._group = group
-        self._generation, self._number, _ = group.box.mark()
+        self._generation, number, _ = group.box.mark()
+        self._number = number if isinstance(group.box, Box) else None
+        """Collectives entered so far; None where there was no room for a black box to count them."""
         digest = hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
         self._call = f"save/{self._generation}/{digest}/"
         self._alone = f"save/{self._generation}/alone/{self._number}"
-        place = f"{self._call}{self._number}"
+        place = f"{self._call}{_ANY if self._number is None else self._number}"
         self._place = f"{place}/{group.ordinal(place)}"
         self._store: Any = group.store
         self._began = time.monotonic()
         self._look_after = self._began + _LOOK
         self._report_after = read_stall(env.snapshot())
+        self._others: set[str] = set()
+        """Where ranks wait that cannot tell, or be told, after how many collectives."""
 
-    def call(self) -> dict[int, str]:
+    def wait(self) -> dict[int, str]:
         group, store = self._group, self._store
         mine = _CURRENT.format(rank=group.rank)
         try:
@@ -77,15 +84,24 @@ class _Roll:
         absent = set(range(1, self._group.world_size))
         gone: dict[int, str] = {}
         while absent and not gone:
-            absent = {rank for rank in absent if not self._store.check([f"{self._place}/{rank}"])}
+            absent = {rank for rank in absent if not self._has_come(rank)}
             gone = self._look(absent)
         if gone:
             self._store.set(self._alone, b"yes")
-        decision = f"{self._place}/decision"
-        self._store.set(decision, b"alone" if gone else b"together")
+        for place in (*self._others, self._place):
+            self._store.set(f"{place}/decision", b"alone" if gone else b"together")
         # Answered once it is there: a rank that sees this one elsewhere from now on finds the decision.
-        self._store.check([decision])
+        self._store.check([f"{self._place}/decision"])
         return gone
+
+    def _has_come(self, rank: int) -> bool:
+        if self._store.check([f"{self._place}/{rank}"]):
+            return True
+        place = self._current(rank)
+        uncounted = place.startswith(self._call) and (self._number is None or f"/{_ANY}/" in place)
+        if uncounted:
+            self._others.add(place)
+        return uncounted
 
     def _follow(self) -> dict[int, str]:
         decision = f"{self._place}/decision"
@@ -111,6 +127,8 @@ class _Roll:
         now = time.monotonic()
         if now < self._look_after or not absent:
             return {}
+        if self._number is None:
+            return {}  # without a number of its own, it cannot tell who is further
         self._look_after = now + _LOOK
         boxes = self._boxes()
         others = {rank for rank in absent if self._saves_other(rank)} if self._group.rank == 0 else set()
@@ -122,6 +140,7 @@ class _Roll:
 
     def _where(self, rank: int, box: Snapshot | None) -> str:
         """Where a rank is that will not come; empty while it may."""
+        assert self._number is not None
         if box is not None:
             return elsewhere(box, self._generation, self._number)
         # On another node: its own reporter writes down where it waits, and that it has ended.
@@ -138,8 +157,7 @@ class _Roll:
         The same save after another number of collectives proves that the ranks are out of step: none can have
         completed a collective that the other has not entered.
         """
-        key = _CURRENT.format(rank=rank)
-        place = self._store.get(key).decode() if self._store.check([key]) else ""
+        place = self._current(rank)
         if place in ("", self._place) or self._store.check([f"{place}/decision"]):
             return False
         number = place.removeprefix(self._call).partition("/")[0]
@@ -148,6 +166,11 @@ class _Roll:
             self._store.set(f"{place}/decision", f"apart {text}".encode())
             raise _apart(text)
         return True
+
+    def _current(self, rank: int) -> str:
+        """The save that a rank waits in; empty when in none."""
+        key = _CURRENT.format(rank=rank)
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _boxes(self) -> dict[int, Snapshot]:
         """Of the ranks of this node, in this job."""
