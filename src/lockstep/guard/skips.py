@@ -45,7 +45,7 @@ def explain_skip(boxes: Sequence[Snapshot], histories: Histories) -> Why | None:
             "on that rank only, or an exception that was caught.",
             fix=TOGETHER,
         )
-    ahead = find_ahead(histories)
+    ahead = find_ahead(histories, settled=1)  # that something is wrong is proven already
     if ahead is None:
         return None
     own, theirs = ahead.batches
@@ -87,9 +87,10 @@ def _skips(box: Snapshot) -> int:
     return box.skipped + bool(box.pending_at and gone_on)
 
 
-def find_ahead(histories: Histories) -> Ahead | None:
-    """A rank whose loader went ahead at some reduction and has stayed so: one that is read ahead of the training is no
-    such rank.
+def find_ahead(histories: Histories, settled: int = _SETTLED) -> Ahead | None:
+    """A rank whose loader went ahead at some reduction and has stayed so for ``settled`` of them.
+
+    One that is read ahead of the training is sometimes more and sometimes less ahead.
     """
     if len(histories) < 2:
         return None
@@ -108,7 +109,7 @@ def find_ahead(histories: Histories) -> Ahead | None:
         if not first:
             continue  # never ahead, or for as long as is known
         since = by[first:]
-        if since[0] > 0 and len(set(since)) == 1 and (len(since) >= _SETTLED or len(by) - len(since) >= _SETTLED):
+        if since[0] > 0 and len(set(since)) == 1 and len(since) >= settled:
             number = common[first]
             return Ahead(rank=rank, number=number, batches=(batches[number], others[0][number]))
     return None
