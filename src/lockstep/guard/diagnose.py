@@ -24,10 +24,8 @@ from lockstep.guard.whereabouts import at, by_place, ending, label, last_seen, r
 # Nobody leaves these before everybody has come.
 _MEETING = ("all_reduce", "allreduce", "all_gather", "allgather", "all_to_all", "alltoall", "barrier", "reduce_scatter")
 _SAME_SHAPES = ("all_reduce", "allreduce", "all_gather", "allgather", "_allgather_base", "reduce_scatter")
-_SHUTDOWN = 10.0
-"""Seconds for which others wait before a rank that is done, but whose process is not, counts as gone: its exit code
-says more than its box, and on a busy host it takes a while.
-"""
+_SHUTDOWN = 3.0
+"""Seconds for which others wait before a rank that is done, but whose process is not, counts as gone."""
 _RESTART = 20.0
 """The same where a rank that has failed is started again, and the others with it: the launchers of other nodes take
 some seconds to learn of it.

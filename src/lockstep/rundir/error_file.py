@@ -56,12 +56,14 @@ class ErrorFile:
         self._hook, sys.excepthook = sys.excepthook, self._on_exception
         self._exit, sys.exit = sys.exit, self._on_exit
 
-    def uninstall(self) -> None:
-        """The rank leaves the job, or Python ends: by ``sys.exit`` maybe, for which it calls no hook."""
+    def uninstall(self) -> str:
+        """The rank leaves the job, or Python ends: by ``sys.exit`` maybe, for which it calls no hook; its code."""
+        code = ""
         if self._left is not None and self._rank is not None:
             code, stack = self._left
             write(f"SystemExit: {code}", f"{stack}SystemExit: {code}")
         self.forget()
+        return code
 
     def forget(self) -> None:
         """Write nothing from now on."""

@@ -183,10 +183,10 @@ def reset() -> None:
     session, _slot.session = _slot.session, None
     if _slot.away:
         return
-    _slot.error_file.uninstall()
+    exited = _slot.error_file.uninstall()
     env.withdraw(away.VARIABLE)
     watch, _slot.watch = _slot.watch, None
-    _slot.farewell.look_for_exit(session.directory.path if session is not None and session.directory else None)
+    _slot.farewell.look_for_exit(session.directory.path if session is not None and session.directory else None, exited)
     if watch is not None:
         watch.close(failed=_slot.farewell.words)
     _slot.farewell.uninstall()

@@ -37,8 +37,12 @@ class Farewell:
         if sys.excepthook is self:
             sys.excepthook = self._before
 
-    def look_for_exit(self, directory: Path | None) -> None:
-        """Python calls no hook for ``sys.exit``: where the launcher's shim has noted one, tell the others of it."""
+    def look_for_exit(self, directory: Path | None, code: str = "") -> None:
+        """Python calls no hook for ``sys.exit``: where one was noted, by the launcher's shim or by us, report it."""
+        if self._group is not None and code and not self.words:
+            self.words = f"it left with sys.exit({code})"
+            with contextlib.suppress(RuntimeError, TopologyError):
+                self._group.end(self.words, leaving=True)
         if self._group is None or self.words or directory is None:
             return
         own = [said for said in words.read_all(directory) if said.pid == os.getpid() and said.kind == "SystemExit"]
