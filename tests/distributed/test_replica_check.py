@@ -13,7 +13,7 @@ from lockstep import Accelerator, CheckpointError
 from lockstep.testing import run_ranks
 from tests.distributed.test_loader_ranks import notices
 
-STEPS = 12
+STEPS = 40
 CAUSES = ("written on one rank", "unprepared optimizer")
 INNOCENT = ("nothing", "statistics", "ignored", "local steps", "moved and moved back", "frozen")
 
@@ -37,10 +37,11 @@ def train(case: str, folder: str) -> tuple[str, str]:
         net = Net()
         if case == "ignored":
             net._ddp_params_and_buffers_to_ignore = ["own"]  # type: ignore[assignment]
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(net.part.parameters(), lr=0.01)
+        second: torch.optim.Optimizer = torch.optim.SGD([net.own], lr=0.01)
         model = accelerator.prepare(net)
         if case != "unprepared optimizer":
-            optimizer = accelerator.prepare(optimizer)
+            optimizer, second = accelerator.prepare(optimizer, second)
     finally:
         del os.environ["LOCKSTEP_REPLICA_CHECK_STEPS"]
     odd = accelerator.process_index == 1
@@ -59,7 +60,9 @@ def train(case: str, folder: str) -> tuple[str, str]:
                 net.own.copy_(before)
             if not (case == "unprepared optimizer" and odd and step == 5):
                 optimizer.step()
+                second.step()
             optimizer.zero_grad()
+            second.zero_grad()
             if odd and step == 5:
                 with torch.no_grad():
                     net.part[0].bias.add_(1.0 if case == "written on one rank" else 0.0)  # type: ignore[union-attr, operator]

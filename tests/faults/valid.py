@@ -193,6 +193,21 @@ def two_models() -> None:
     other.check()
 
 
+def two_optimizers_of_one_model() -> None:
+    """One of them makes a step every other time."""
+    training = Training()
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.01) for part in training.model.module[::2])
+    first, second = accelerator.prepare(first, second)
+    for step, batch in enumerate(training.loader):
+        accelerator.backward(training.loss(batch))
+        first.step()
+        if step % 2:
+            second.step()
+        first.zero_grad()
+        second.zero_grad()
+    training.check()
+
+
 def local_steps() -> None:
     """Each rank makes as many steps of its own as it likes; then their weights are averaged."""
     training = Training(samples=96)

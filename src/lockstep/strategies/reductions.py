@@ -35,6 +35,8 @@ class Reductions:
         self.uneven = False
         """Whether ranks may make different numbers of steps at present."""
         self._owned: WeakKeyDictionary[Any, tuple[int, list[Reduction]]] = WeakKeyDictionary()
+        self._used: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """Optimizer -> reductions before its latest step."""
         self._steps = 0
         self._count = 0
         self._check = ReplicaCheck(group)
@@ -63,7 +65,8 @@ class Reductions:
         if reached is None:
             holds_back = any(model.reduction.held_back for model in self._replicas.values())
             return -1 if holds_back or not self._replicas else None
-        reached.expected, reached.pending = False, True
+        reached.expected = False
+        reached.count += 1
         self._count += 1
         if not reached.owned and not self.uneven and self._check.is_due(self._count, unowned=True):
             self._check.look(self._count, self._equal(), unowned=True)
@@ -75,15 +78,20 @@ class Reductions:
         """The gradients of these models were reduced outside of a backward."""
         for replica in replicas:
             if isinstance(replica, Replica):
-                replica.reduction.pending = True
+                replica.reduction.count += 1
 
     def stepped(self, optimizer: Any) -> None:
-        """An optimizer has made a step; only one that follows a reduction counts."""
+        """An optimizer has made a step; only its first one after a reduction counts."""
         owned = self._of(optimizer)
         if not owned:
             return
-        # A loss.backward() of the script's own reduces as well, and is not seen.
-        if any(reduction.pending or reduction.expected for reduction in owned):
+        for reduction in owned:
+            if reduction.expected:  # a loss.backward() of the script's own reduces as well, and is not seen
+                reduction.expected = False
+                reduction.count += 1
+        used = sum(reduction.count for reduction in owned)
+        if used != self._used.get(optimizer, 0):
+            self._used[optimizer] = used
             self._steps += 1
             self._group.box.stepped(3)
             if not self.uneven and self._check.is_due(self._steps):
@@ -91,8 +99,6 @@ class Reductions:
         else:
             for reduction in owned:
                 reduction.local = True
-        for reduction in owned:
-            reduction.pending = reduction.expected = False
 
     def restart(self) -> None:
         """All ranks have been given the same weights, and no backward of a forward before this will come."""
@@ -101,7 +107,7 @@ class Reductions:
         self.uneven = False
         for replica in self._replicas.values():
             state = replica.reduction
-            state.expected = state.pending = state.local = state.held_back = False
+            state.expected = state.local = state.held_back = False
         self._group.box.answered()
 
     def checksums(self) -> bytes:

@@ -41,15 +41,15 @@ def untraced(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class Reduction:
     """Where one model stands between a forward and the optimizer step that follows."""
 
-    __slots__ = ("box", "expected", "held_back", "local", "owned", "pending")
+    __slots__ = ("box", "count", "expected", "held_back", "local", "owned")
 
     def __init__(self, box: Callable[[], NoBox]) -> None:
         self.box = box
         """The rank's black box."""
         self.expected = False
         """Whether a forward has told torch to reduce gradients in the backward that reaches this model next."""
-        self.pending = False
-        """Whether gradients were reduced that no optimizer step has used yet."""
+        self.count = 0
+        """How often its gradients were reduced. Several optimizers may each make a step after one reduction."""
         self.local = False
         """Whether an optimizer has used gradients of this rank alone: the ranks' weights may differ from then on."""
         self.held_back = False
