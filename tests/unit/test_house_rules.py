@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 import textwrap
@@ -47,8 +48,13 @@ def offences(rule, files: list[Path]) -> list[str]:
     return [
         f"{path.relative_to(SOURCE.parent)}:{line}: {what}"
         for path in files
-        for line, what in rule(ast.parse(path.read_text(encoding="utf-8"), filename=str(path)))
+        for line, what in rule(parsed(path))
     ]
+
+
+@functools.cache
+def parsed(path: Path) -> ast.AST:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
 def test_there_is_source_to_check() -> None:

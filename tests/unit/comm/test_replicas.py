@@ -25,6 +25,30 @@ def test_any_value_that_changes_is_seen(size: int, place: int, dtype: torch.dtyp
     assert checksums(1, [one]) != checksums(1, [other])
 
 
+@given(rows=st.integers(2, 90), columns=st.integers(1, 90), seed=st.integers(0, 2**31))
+def test_values_that_change_places_are_seen(rows: int, columns: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    one = torch.randn(rows, 2 * columns, generator=generator)
+    order = torch.randperm(rows, generator=generator)
+    first, second = order[:2].tolist()
+    swapped = one.clone()
+    swapped[[first, second]] = one[[second, first]]
+    for other in (swapped, one.flip(0), one.flip(1), one.roll(2, 1) if columns > 1 else -one):
+        assert checksums(1, [one]) != checksums(1, [other])
+
+
+@pytest.mark.parametrize("size", [2047, 4095, 4096, 4097, 100_003])
+def test_large_tensors_too(size: int) -> None:
+    torch.manual_seed(size)
+    one = torch.randn(size)
+    for place in (0, 1, size // 2, size - 1):
+        other = one.clone()
+        other[place] += 1
+        assert checksums(1, [one]) == checksums(1, [one.clone()]) != checksums(1, [other])
+    assert checksums(1, [one]) != checksums(1, [one.flip(0)])
+    assert checksums(1, [one]) != checksums(1, [one.roll(2048)])
+
+
 def test_how_a_tensor_lies_in_memory_does_not_matter() -> None:
     table = torch.randn(6, 5)
     whole = torch.cat([torch.zeros(1), table.flatten()])[1:].view(6, 5)  # begins at four bytes
