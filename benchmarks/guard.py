@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -65,12 +66,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from lockstep.blackbox.box import NoBox
+from lockstep.strategies.reductions import Reductions
+from lockstep.strategies.replica_check import EVERY, ReplicaCheck
 from lockstep.topology import current
 from lockstep.topology.group import Group
 
 OFF, OFF_AGAIN, CLOCKED = "without", "without (again)", "clocked"
 PLAIN, PLAIN_AGAIN = "plain", "plain (again)"
 EVENT_US, LOOP_RATIO, DEBUG_RATIO, DIAGNOSIS_S = 5.0, 1.01, 1.5, 5.0
+REPLICA_RATIO = 1.001
 
 
 # --- with and without ----------------------------------------------------------------------------------------------
@@ -84,32 +88,37 @@ class ClockedBox(NoBox):
         self._box = box
         self._spent = spent
 
-    def enter(self, name: str, signature: Any = None, depth: int = 1) -> int:
+    def _timed(self, call: Callable[..., Any], *args: Any) -> Any:
         begin = clock()
-        number = self._box.enter(name, signature, depth + 1)
-        self._spent.setdefault("enter", []).append(clock() - begin)
-        return number
+        result = call(*args)
+        self._spent.setdefault(call.__name__, []).append(clock() - begin)
+        return result
+
+    # The line of the script is two frames further up than it is for the box itself.
+
+    def enter(self, name: str, signature: Any = None, depth: int = 1, steps: int = 0, batch: int = 0) -> int:
+        return int(self._timed(self._box.enter, name, signature, depth + 2, steps, batch))
+
+    def forward(self, depth: int = 1) -> None:
+        self._timed(self._box.forward, depth + 2)
+
+    def stepped(self, depth: int = 1) -> None:
+        self._timed(self._box.stepped, depth + 2)
+
+    def answered(self) -> None:
+        self._timed(self._box.answered)
 
     def leave(self, seq: int, refused: bool = False) -> None:
-        begin = clock()
-        self._box.leave(seq, refused)
-        self._spent.setdefault("leave", []).append(clock() - begin)
+        self._timed(self._box.leave, seq, refused)
 
     def phase(self, name: str, site: bool = False) -> float:
-        begin = clock()
-        now = self._box.phase(name, site)
-        self._spent.setdefault("phase", []).append(clock() - begin)
-        return now
+        return float(self._timed(self._box.phase, name, site))
 
     def step(self, number: int) -> None:
-        begin = clock()
-        self._box.step(number)
-        self._spent.setdefault("step", []).append(clock() - begin)
+        self._timed(self._box.step, number)
 
     def pace(self, *seconds: float) -> None:
-        begin = clock()
-        self._box.pace(*seconds)
-        self._spent.setdefault("pace", []).append(clock() - begin)
+        self._timed(self._box.pace, *seconds)
 
 
 @contextmanager
@@ -126,13 +135,20 @@ def in_three_ways(group: Group, work: Work, spent: dict[str, list[float]]) -> di
     if isinstance(group.box, NoBox) and not hasattr(group.box, "path"):
         raise SystemExit(f"There is no black box ({group.box.reason}), so there is nothing to compare.")
     clocked = ClockedBox(group.box, spent)
+    search = Reductions._reached
+
+    def search_timed(reductions: Reductions, loss: Any) -> Any:
+        begin = clock()
+        found = search(reductions, loss)
+        spent.setdefault("search of the graph", []).append(clock() - begin)
+        return found
 
     def off(ticks: list[float]) -> object:
         with put(group, NoBox()):
             return work(ticks)
 
     def timed(ticks: list[float]) -> object:
-        with put(group, clocked):
+        with put(group, clocked), patch.object(Reductions, "_reached", search_timed):
             return work(ticks)
 
     return {OFF: off, OFF_AGAIN: off, "lockstep": work, CLOCKED: timed}
@@ -216,6 +232,30 @@ def share_bar(work: str, found: Sequence[Event], median_us: float, repeats: int)
     )
 
 
+def replica_bar(work: str, model: nn.Module, group: Group, step_us: float) -> Bar:
+    """Called on: all ranks. One comparison of the ranks' weights over the steps between two of them."""
+    check, named, spent = ReplicaCheck(group), list(model.named_parameters()), []
+    for number in range(1, 2 * MIN_RATIOS + 1):
+        begin = clock()
+        check.look(number * EVERY, named)  # posts the checksums
+        middle = clock()
+        dist.barrier()
+        resumed = clock()
+        check.look(number * EVERY + 1, named)  # compares them, on rank 0
+        spent.append(middle - begin + clock() - resumed)
+        dist.barrier()
+    share = 1 + median(spent) * 1e6 / (EVERY * step_us)
+    return Bar(
+        what=f"{work}, comparing weights",
+        statistic=f"{median(spent) * 1e6:.0f} us each",
+        unit="x",
+        limit=REPLICA_RATIO,
+        value=share,
+        noise=None,
+        verdict=verdict(share, REPLICA_RATIO, len(spent), MIN_RATIOS),
+    )
+
+
 def measure_cost(args: argparse.Namespace, world_size: int) -> Report:
     """Called on: all ranks."""
     trainers: dict[str, tuple[Trainer, int, int]] = {}
@@ -250,6 +290,7 @@ def measure_cost(args: argparse.Namespace, world_size: int) -> Report:
             statistics={"ratio": PAIRS, "ratio_typical": TYPICAL},
         )
         measure(name, trainer.epoch, repeats, steps, target)
+        bars.append(replica_bar(name, trainer.model, group, rows[name][0].median))
     gather = next(iter(trainers.values()))[0].gather
     assert gather is not None
     target = Target(
