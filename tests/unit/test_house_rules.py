@@ -45,11 +45,7 @@ def global_statements(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def offences(rule, files: list[Path]) -> list[str]:
-    return [
-        f"{path.relative_to(SOURCE.parent)}:{line}: {what}"
-        for path in files
-        for line, what in rule(parsed(path))
-    ]
+    return [f"{path.relative_to(SOURCE.parent)}:{line}: {what}" for path in files for line, what in rule(parsed(path))]
 
 
 @functools.cache

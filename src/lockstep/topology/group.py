@@ -417,6 +417,7 @@ class Group:
             dist.destroy_process_group()
         self._pg = None
         self.carriers.clear()
+        sockets.settle(self._own_ports)
 
     def _meet(self, purpose: str) -> None:
         """Wait in the store until every rank is here; say who is missing when they do not come."""
@@ -463,6 +464,7 @@ class Group:
         self._abandon_all()
         # A group that had collectives broken off is kept to the end of the process: its destructor waits for its
         # threads, which may wait in a collective that no longer ends, or for the GIL that its caller holds.
+        kept = bool(self._abandoned or self.generation)
         for pg, work in self._abandoned:
             _immortalise(pg)
             _immortalise(work)
@@ -473,6 +475,8 @@ class Group:
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
             sys.excepthook = self._excepthook or sys.excepthook
+        if kept:
+            sockets.settle(self._own_ports)
         self._say_goodbye()
         self._pg = None
         self.carriers.clear()
