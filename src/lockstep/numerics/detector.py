@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from collections import deque
@@ -22,7 +23,7 @@ from lockstep.numerics.ranges import SCALER_PATIENCE
 from lockstep.numerics.reading import Reader, Row, Seen, inputs_of, leaves_of
 from lockstep.numerics.report import Hit, Underflow
 from lockstep.numerics.stats import Numbers
-from lockstep.numerics.unwrapping import idle, innermost, is_compiled
+from lockstep.numerics.unwrapping import describe_type, idle, innermost, is_compiled
 
 _UNDERFLOW_SHARE = 0.5
 """A tensor that lost this much of its values, some of them to subnormals, is told of."""
@@ -70,10 +71,11 @@ class DebugUnderflowOverflow:
         who: Callable[[], str] | None = None,
         found: Callable[[Hit], None] | None = None,
     ) -> None:
-        if max_frames_to_save < 1:
-            raise ConfigError(f"max_frames_to_save={max_frames_to_save} must be 1 or more.")
+        traced, record_batches = _check_arguments(
+            model, max_frames_to_save, trace_batch_nums, abort_after_batch_num, record_batches
+        )
         self.model = innermost(model)
-        self.trace_batch_nums = frozenset(trace_batch_nums or ())
+        self.trace_batch_nums = frozenset(traced or ())
         self.abort_after_batch_num = abort_after_batch_num
         self.underflows: dict[tuple[str, str], Underflow] = {}
         """What underflowed badly, the worst of each tensor."""
@@ -299,6 +301,49 @@ class _RootHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return idle()
+
+
+def _check_arguments(
+    model: Any, max_frames: Any, trace_batches: Any, abort_after: Any, record_batches: Any
+) -> tuple[list[int] | None, list[int] | None]:
+    """Refuse what could only fail, or do nothing, many batches later; the two choices of batches."""
+    problems = []
+    if not isinstance(model, nn.Module):
+        problems.append(f"DebugUnderflowOverflow: model is {describe_type(model)}. Pass a torch.nn.Module.")
+    if not _is_count(max_frames) or max_frames < 1:
+        problems.append(f"DebugUnderflowOverflow: max_frames_to_save={max_frames!r} must be a whole number, 1 or more.")
+    if abort_after is not None and not (_is_count(abort_after) and abort_after >= 0):
+        problems.append(
+            f"DebugUnderflowOverflow: abort_after_batch_num={abort_after!r} must be the number of a batch, 0 or more, "
+            "or None."
+        )
+    chosen: list[list[int] | None] = []
+    for name, batches in (("trace_batch_nums", trace_batches), ("record_batches", record_batches)):
+        try:
+            numbers = None if batches is None else list(batches)
+        except TypeError:
+            numbers = [batches]
+            problems.append(f"DebugUnderflowOverflow: {name}={batches!r} must be a list of batches, such as [1, 3].")
+        else:
+            wrong = [number for number in numbers or () if not _is_count(number) or number < 0]
+            if wrong:
+                problems.append(
+                    f"DebugUnderflowOverflow: {name}={numbers!r} must hold numbers of batches, 0 or more, but has "
+                    f"{', '.join(map(repr, wrong))}. Batches count from 0, and not from the end."
+                )
+        chosen.append(numbers)
+    if problems:
+        raise ConfigError.of(problems)
+    return chosen[0], chosen[1]
+
+
+def _is_count(value: Any) -> bool:
+    """Whether it is a whole number, numpy's and torch's included."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
 
 
 def _open_sink(record: Any, batches: Iterable[int] | None, rank: int, world_size: int | None) -> FrameSink | None:

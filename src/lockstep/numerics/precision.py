@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.trees import map_tensors, walk_paths
 from lockstep.errors import ConfigError
-from lockstep.numerics.unwrapping import innermost
+from lockstep.numerics.unwrapping import describe_type, innermost
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -33,6 +33,8 @@ def run_in_fp32(model: nn.Module, *names: str) -> nn.Module:
         model: The model; what ``prepare`` or ``torch.compile`` put around it is looked through.
         names: Fully qualified names, as the detector reports them.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"run_in_fp32: model is {describe_type(model)}. Pass a torch.nn.Module.")
     inner = innermost(model)
     known = dict(inner.named_modules())
     problems = [_unknown(name, list(known)) for name in names if name not in known]

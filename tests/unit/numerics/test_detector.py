@@ -10,13 +10,14 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import ConfigError, NumericsError
-from lockstep.debug_utils import DebugUnderflowOverflow
+from lockstep.debug_utils import DebugUnderflowOverflow, run_in_fp32
 from lockstep.numerics.frames import Frame
 
 Out = pytest.CaptureFixture[str]
@@ -103,6 +104,53 @@ def test_as_many_frames_as_asked_for(capsys: Out) -> None:
         assert out.count("input[0]\n") == min(frames, 31)
     with pytest.raises(ConfigError, match="max_frames_to_save=0"):
         DebugUnderflowOverflow(model, max_frames_to_save=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"trace_batch_nums": [-1]}, r"trace_batch_nums=\[-1\].*0 or more"),
+        ({"trace_batch_nums": 3}, r"trace_batch_nums=3 must be a list"),
+        ({"trace_batch_nums": "13"}, r"trace_batch_nums=\['1', '3'\]"),
+        ({"trace_batch_nums": [1.0]}, r"trace_batch_nums=\[1.0\]"),
+        ({"trace_batch_nums": [True]}, r"trace_batch_nums=\[True\]"),
+        ({"abort_after_batch_num": "x"}, r"abort_after_batch_num='x'"),
+        ({"abort_after_batch_num": -1}, r"abort_after_batch_num=-1"),
+        ({"max_frames_to_save": "x"}, r"max_frames_to_save='x'"),
+        ({"max_frames_to_save": 2.5}, r"max_frames_to_save=2.5"),
+        ({"record_batches": [0, -2]}, r"record_batches=\[0, -2\].* has -2\."),
+        ({"trace_batch_nums": [-1], "abort_after_batch_num": "x"}, r"2 settings.*abort_after.*trace_batch_nums"),
+    ],
+)
+def test_an_argument_that_cannot_work_is_refused_at_once(options: dict[str, Any], said: str) -> None:
+    model = simple()
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
+        DebugUnderflowOverflow(model, **options)
+    assert not any(part._forward_hooks for part in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (nn.Linear, "the class Linear, not an object of it"),
+        ({"model": None}, "a dict"),
+        (None, "a NoneType"),
+        (torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1), "an? SGD"),
+    ],
+)
+def test_what_is_not_a_module_is_refused_at_once(model: Any, said: str) -> None:
+    for use in (DebugUnderflowOverflow, lambda model: run_in_fp32(model, "part0")):
+        with pytest.raises(ConfigError, match=f"model is {said}.* Pass a torch.nn.Module"):
+            use(model)
+
+
+def test_batches_may_be_numbers_of_numpy(capsys: Out) -> None:
+    model = simple()
+    with DebugUnderflowOverflow(model, trace_batch_nums=np.arange(1, 2), abort_after_batch_num=np.int64(1)):
+        model(torch.ones(1, 4))
+        with pytest.raises(ValueError, match="abort_after_batch_num=1"):
+            model(torch.ones(1, 4))
+    assert re.findall(r"Starting batch number=(\d+)", capsys.readouterr().out) == ["1"]
 
 
 def test_the_batch_is_right_even_in_the_frame_of_the_model_itself(capsys: Out) -> None:
