@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -133,7 +134,7 @@ def advice(hit: Hit) -> list[str]:
 
 
 def _in_forward(hit: Hit) -> list[str]:
-    frame, stat = hit.frame, hit.stat
+    stat = hit.stat
     lines = [f"First bad number: {hit.line()}."]
     if not stat.name.startswith(("input", "output")):
         return [
@@ -158,21 +159,58 @@ def _in_forward(hit: Hit) -> list[str]:
         else:
             lines.append("Remedy: train in bf16, whose range is that of fp32, or in fp32.")
     else:
-        lines.append(_without_range(frame, stat))
+        lines.append(_without_range(hit))
     return lines
 
 
-def _without_range(frame: Frame, stat: Stat) -> str:
-    """Advice where the dtype's range is not what was left."""
-    if stat.nans and not stat.infs:
+def _without_range(hit: Hit) -> str:
+    """Advice for dtypes as wide as fp32: left by values that have grown, or by an operation that has no result."""
+    large = _overflow(hit)
+    if large:
+        return f"{large} Lower the learning rate, clip the gradients, or normalise what goes into it."
+    if hit.stat.nans and not hit.stat.infs:
         return (
             "Its inputs and parameters are finite, so the module made it: 0 / 0, inf - inf, a root or logarithm of a "
             "negative number, or a softmax over nothing but masked places. Add a small constant there, or mask less."
         )
+    limits = range_named(hit.stat.dtype)
+    beyond = "" if limits is None else f" beyond {limits.largest:.2e}, the largest number of {limits.name}"
     return (
-        "Its inputs and parameters are finite, so the module made it: a division by zero, an exponential, or a "
-        "logarithm of zero. Bound what goes into it (clamp), or lower the learning rate if the values grow."
+        f"Its inputs and parameters are finite, so the module made it: a product, power or sum{beyond}, an "
+        "exponential, a division by zero, or a logarithm of zero. Bound what goes into it (clamp), or lower the "
+        "learning rate if the values grow."
     )
+
+
+def _overflow(hit: Hit) -> str:
+    """A sentence where the values at hand are so large that a product or sum of them leaves the dtype; else empty.
+
+    At hand are the finite tensors of the frame, and in the same batch the outputs of modules inside it, or in a
+    backward the gradients that came before.
+    """
+    frame, limits = hit.frame, range_named(hit.stat.dtype)
+    if limits is None:
+        return ""
+    at_hand = [(stat, frame) for stat in frame.stats if not stat.name.startswith("output")]
+    for earlier in hit.frames[:-1]:
+        if earlier.batch == frame.batch and (hit.phase == "backward" or _holds(frame.module, earlier.module)):
+            at_hand += [(stat, earlier) for stat in earlier.stats if stat.name.startswith(("output", "grad_output"))]
+    finite = [(stat, where) for stat, where in at_hand if not (stat.note or stat.nans or stat.infs)]
+    if not finite:
+        return ""
+    largest, where = max(finite, key=lambda one: one[0].abs_max)
+    if largest.abs_max * largest.abs_max * math.prod(largest.shape) < limits.largest:
+        return ""
+    return (
+        f"Values have left the range of {limits.name} (largest {limits.largest:.2e}): {largest.name} of "
+        f"{called(where.module, where.kind)} reaches {largest.abs_max:.2e}, and a product or sum of such values does "
+        "not fit."
+    )
+
+
+def _holds(outer: str, inner: str) -> bool:
+    """Whether a module is inside another one."""
+    return inner != outer and (not outer or inner.startswith(f"{outer}."))
 
 
 def _in_backward(hit: Hit) -> list[str]:
@@ -189,10 +227,13 @@ def _in_backward(hit: Hit) -> list[str]:
         lines.append(
             f"Gradients have left the range of {limits.name}: use a loss scaler, as mixed_precision='fp16' does."
         )
+    elif large := _overflow(hit):
+        lines.append(f"{large} Scale the loss down, or normalise the activations of that module.")
     else:
         lines.append(
-            "Typical causes: the root, norm or division of exactly zero, whose slope is infinite; where() around such "
-            "an expression. Add a small constant inside it. Clipping cannot mend a gradient that is no number."
+            "Typical causes: the root, norm or division of exactly zero, whose slope is infinite, and where() around "
+            "such an expression: add a small constant inside it; or a product beyond the dtype's largest number: scale "
+            "the loss or the weights down. Clipping cannot mend a gradient that is not a number."
         )
     return lines
 
