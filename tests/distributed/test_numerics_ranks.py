@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep import Accelerator, NumericsError, PeerFailure
-from lockstep.debug_utils import DebugUnderflowOverflow
+from lockstep.debug_utils import DebugUnderflowOverflow, detect_overflow
 from lockstep.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,6 +168,39 @@ def test_a_model_in_ddp_is_looked_through_and_micro_batches_count() -> None:
         assert backward == {(batch, module) for batch in range(6) for module in ("first", "middle", "last")}
 
 
+def by_hand(when: str, folder: str) -> str:
+    """A detector that the script makes itself, without a word about ranks; what it raises on the last rank."""
+    net = Net()
+    options: dict[str, Any] = {"trace_batch_nums": [0]} if when == "traced" else {"record": folder}
+    detector = DebugUnderflowOverflow(net, **options) if when == "before" else None
+    accelerator = Accelerator()
+    detector = detector or DebugUnderflowOverflow(net, **options)
+    x = torch.tensor([[1.0 - accelerator.process_index]])
+    try:
+        detect_overflow(1 / x, "the inverse")
+        net(x)
+    except NumericsError as caught:
+        return str(caught)
+    finally:
+        detector.remove()
+    return ""
+
+
+@pytest.mark.parametrize("when", ["before", "after", "traced"])
+def test_a_detector_made_by_hand_names_its_rank(when: str, tmp_path: Path) -> None:
+    first, second = run_ranks(by_hand, 2, when, str(tmp_path), on_failure="collect")
+    assert (first.error_text, second.error_text) == ("", "")
+    assert "rank 1: the inverse has infs" in second.output
+    if when == "traced":
+        assert "rank 1\n                  *** Starting batch number=0 ***" in second.output
+        return
+    assert "Detected inf/nan during batch_number=0\nin rank 1\nLast " in second.output
+    assert re.search(
+        r"batch_number=0 on rank 1 \(.*\n?.*printed above, and kept in \S+/numerics/rank_1.txt", second.value
+    )
+    assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == {"rank_0", "rank_1"}  # a trace for each
+
+
 def test_a_job_is_debugged_without_a_change_to_its_script() -> None:
     """By the launcher's flag alone; each rank gets its own exit, and the job tells the report once."""
     job = subprocess.run(
@@ -183,3 +217,7 @@ def test_a_job_is_debugged_without_a_change_to_its_script() -> None:
     assert told.count("Detected inf/nan during batch_number=13") == 1, told
     assert "block.scale Growing" in told
     assert "NumericsError" in told
+    summary = told.partition("lockstep launch: the job failed")[2]
+    kept = re.search(r"batch_number=13 on rank [01] .* kept in (\S+),", summary)  # the summary cites the report
+    assert kept, told
+    assert "block.scale Growing" in Path(kept[1]).read_text()

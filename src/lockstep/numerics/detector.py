@@ -19,6 +19,7 @@ from lockstep.numerics import report
 from lockstep.numerics.batches import Batches
 from lockstep.numerics.frames import FrameSink
 from lockstep.numerics.gradients import Gradients, Updates
+from lockstep.numerics.process import keep, this_process
 from lockstep.numerics.ranges import SCALER_PATIENCE
 from lockstep.numerics.reading import Reader, Row, Seen, inputs_of, leaves_of
 from lockstep.numerics.report import Hit, Underflow
@@ -49,9 +50,9 @@ class DebugUnderflowOverflow:
         record: Write frames to a file: a folder, or anything with ``add(frame)`` and ``close()``.
         record_batches: The batches to write; all, when None.
         detect: Whether a bad number stops the run; False to record only.
-        rank: Of this process, for the file's name.
+        rank: Of this process, for the file's name; found out when None.
         world_size: How many processes there are, for the file.
-        who: Says which rank and samples the current batch is of, for the report.
+        who: Says which samples the current batch is of, for the report.
         found: Called with the hit instead of printing a report and raising.
     """
 
@@ -66,7 +67,7 @@ class DebugUnderflowOverflow:
         record: str | os.PathLike[str] | NumericsRecord | FrameSink | None = None,
         record_batches: Iterable[int] | None = None,
         detect: bool = True,
-        rank: int = 0,
+        rank: int | None = None,
         world_size: int | None = None,
         who: Callable[[], str] | None = None,
         found: Callable[[Hit], None] | None = None,
@@ -84,7 +85,7 @@ class DebugUnderflowOverflow:
         self._back: deque[Seen] = deque(maxlen=max_frames_to_save)
         self._batches = Batches(self.model)
         self._reader = Reader()
-        self._sink = _open_sink(record, record_batches, rank, world_size)
+        self._sink = _open_sink(record, record_batches, this_process().rank if rank is None else rank, world_size)
         self._wanted: Callable[[int], bool] = getattr(self._sink, "wants", lambda batch: True)
         self._detects = detect and not self.trace_batch_nums
         self._tracing = self._recording = False
@@ -155,7 +156,7 @@ class DebugUnderflowOverflow:
         if self._gradients is not None:
             self._gradients.forget()
         if self._tracing:
-            print("\n".join(report.starting_lines(batches.current)))
+            print("\n".join(report.starting_lines(batches.current, this_process().name)))
 
     def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if _in_backward() != -1 or not self._batches.end(output):
@@ -240,7 +241,8 @@ class DebugUnderflowOverflow:
                 module=seen.module, kind=seen.kind, name=name, dtype=dtype, share=share, batch=seen.batch
             )
         if known is None:
-            print(f"Underflow: {self.underflows[seen.module, name]}.", file=sys.stderr)
+            place = this_process().name
+            print(f"Underflow{f' on {place}' if place else ''}: {self.underflows[seen.module, name]}.", file=sys.stderr)
 
     def _stop(self, phase: str, frames: deque[Seen]) -> None:
         hit = Hit(
@@ -258,8 +260,11 @@ class DebugUnderflowOverflow:
         if self._on_hit is not None:
             self._on_hit(hit)
             return
-        print(report.tell(hit, who=self._who() if self._who is not None else ""), flush=True)
-        raise NumericsError(report.reason(hit))
+        process = this_process()
+        said = self._who() if self._who is not None else ""
+        text = report.tell(hit, who=", ".join(filter(None, (process.name, said))))
+        print(text, flush=True)
+        raise NumericsError(report.reason(hit, process.name, keep(process.folder, process.rank, text)))
 
 
 class _ModuleHook:

@@ -14,6 +14,7 @@ from lockstep.logging import get_logger
 from lockstep.numerics import report
 from lockstep.numerics.detector import DebugUnderflowOverflow
 from lockstep.numerics.policy import Surroundings
+from lockstep.numerics.process import keep
 from lockstep.numerics.recall import Forward
 from lockstep.numerics.replay import replay
 from lockstep.numerics.report import Hit
@@ -134,18 +135,9 @@ def attach_detector(
         place = f"rank {group.rank}" if group.world_size > 1 else ""
         text = report.tell(hit, who=", ".join(part for part in (place, who()) if part))
         print(text, flush=True)
-        keep(folder, group.rank, text)
+        kept = keep(folder, group.rank, text)
         if group.world_size > 1:
             group.end(f"NumericsError: {hit.line()}", leaving=True)
-        raise NumericsError(report.reason(hit))
+        raise NumericsError(report.reason(hit, place, kept))
 
     return DebugUnderflowOverflow(model, found=found, rank=group.rank, world_size=group.world_size, **options)
-
-
-def keep(folder: Path | None, rank: int, text: str) -> None:
-    """Add a report to the run's folder, where there is one."""
-    if folder is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"rank_{rank}.txt").open("a", encoding="utf-8") as file:
-        file.write(text.strip() + "\n\n")

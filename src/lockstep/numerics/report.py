@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from lockstep.numerics.frames import Frame, Stat
 from lockstep.numerics.ranges import near_edge, range_named
@@ -84,9 +85,9 @@ def frame_lines(frame: Frame) -> list[str]:
     return [f"{_MARGIN} {frame.module} {frame.kind}", *(stat_line(stat) for stat in frame.stats)]
 
 
-def starting_lines(batch: int) -> list[str]:
-    """What stands above the frames of a batch."""
-    return ["", "", f"{_MARGIN} *** Starting batch number={batch} ***", HEADER]
+def starting_lines(batch: int, place: str = "") -> list[str]:
+    """What stands above the frames of a batch; with several ranks, whose they are."""
+    return ["", f"{_MARGIN} {place}" if place else "", f"{_MARGIN} *** Starting batch number={batch} ***", HEADER]
 
 
 def render(frames: Sequence[Frame]) -> str:
@@ -113,11 +114,16 @@ def tell(hit: Hit, *, who: str = "", title: str = "") -> str:
     return "\n".join([*lines, ""])
 
 
-def reason(hit: Hit) -> str:
-    """Why the run was stopped, for the exception."""
+def reason(hit: Hit, place: str = "", kept: Path | None = None) -> str:
+    """Why the run was stopped, for the exception; ``place`` is its rank, and ``kept`` the file that holds the report.
+
+    A launcher shows the exception once more at the end of the job, where nothing else is "above".
+    """
+    on = f" on {place}" if place else ""
+    file = "" if kept is None else f", and kept in {kept},"
     return (
-        f"DebugUnderflowOverflow: inf/nan detected during batch_number={hit.batch} ({hit.line()}), aborting as there "
-        "is no point running further. The report printed above shows the values that led to it."
+        f"DebugUnderflowOverflow: inf/nan detected during batch_number={hit.batch}{on} ({hit.line()}), aborting as "
+        f"there is no point running further. The report printed above{file} shows the values that led to it."
     )
 
 

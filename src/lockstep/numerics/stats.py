@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.numerics.process import this_process
 from lockstep.numerics.ranges import range_of
 
 CHUNK = 1 << 17
@@ -368,12 +369,11 @@ def is_mask(tensor: Tensor) -> bool:
 
 
 def detect_overflow(var: Any, ctx: str) -> bool:
-    """Whether a tensor holds NaN or infinite values; prints that ``ctx`` has them."""
+    """Whether a tensor holds NaN or infinite values; prints that ``ctx`` has them, and with several ranks on which."""
     if not isinstance(var, Tensor):
         return False
     found = _fetched(measure(var))
-    if found.nans:
-        print(f"{ctx} has nans")
-    if found.infs:
-        print(f"{ctx} has infs")
+    place = this_process().name if found.bad else ""
+    for what in ["nans"] * found.nans + ["infs"] * found.infs:
+        print(f"{place}: {ctx} has {what}" if place else f"{ctx} has {what}")
     return found.bad
