@@ -300,7 +300,8 @@ class _Search:
         raise OutOfMemory(
             f"No executable batch size found, reached zero. Tried: {tried}. At {size}, {_who(ran_out)}. Use a smaller "
             'model, mixed_precision="bf16", or torch.utils.checkpoint in the model; or see what else uses the memory.'
-            f"\n\nOn rank {ran_out.ranks[0]}:\n{ran_out.trace}"
+            f"\n\nOn rank {ran_out.ranks[0]}:\n{ran_out.trace}\n\n"
+            f"No batch size fits: {tried} {'was' if len(self._tried) == 1 else 'were'} tried."  # where the eye falls
         )
 
     def _largest_that_fits(self, size: int, ran_out: _RanOut) -> int:

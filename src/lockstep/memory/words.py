@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import PeerFailure
+from lockstep.errors import OutOfMemory, PeerFailure
 from lockstep.memory.freeing import free_device_memory, free_host_memory
 from lockstep.memory.recognise import is_out_of_memory, requested_bytes, root_of
 from lockstep.memory.sizes import in_words
@@ -42,6 +42,8 @@ def advise(error: BaseException) -> str:
         return ""
     session = current.peek()
     accelerator = None if session is None else session.accelerator
+    if isinstance(error, OutOfMemory) and not getattr(accelerator, "_models", ()):
+        return ""  # a search that has ended: what it held is freed, and its own text has what to do and the result
     device = torch.device("cpu") if session is None else session.topology.device
     root = root_of(error)
     on_host = device.type == "cpu" or isinstance(root, (MemoryError, OSError)) or "CPUAllocator" in str(root)
@@ -67,6 +69,7 @@ def advise(error: BaseException) -> str:
     lines.append("What would help most:")
     advice = list(_remedies(error, accelerator, kept, on_host, large))[:2]
     lines += [f"  {number}. {text}" for number, text in enumerate(advice, 1)]
+    lines += [str(error).splitlines()[-1]] if isinstance(error, OutOfMemory) else []  # the result is what is read last
     return "\n".join(lines)
 
 

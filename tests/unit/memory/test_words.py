@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lockstep import Accelerator
-from lockstep.errors import PeerFailure
+from lockstep.errors import OutOfMemory, PeerFailure
+from lockstep.launch.report import Exit, tell
+from lockstep.memory.batch_size import find_executable_batch_size
 from lockstep.memory.words import advise
 from lockstep.rundir.words import from_exception
 
@@ -123,3 +126,30 @@ def test_last_words_carry_it() -> None:
         words = from_exception(type(error), error, error.__traceback__, rank=3, local_rank=1)
     assert "tried to allocate 7.0 GiB" in words.advice
     assert from_exception(ValueError, ValueError("else"), None, rank=3, local_rank=1).advice == ""
+
+
+@pytest.mark.parametrize(("how", "models"), [("batch size", "none"), ("batch size", "prepared"), ("parts", "prepared")])
+def test_when_no_size_fits_the_last_line_on_the_screen_says_so(how: str, models: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    model: Any = Net()
+    if models != "none":
+        model = accelerator.prepare(model)
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> None:
+        model(torch.ones(batch_size, 512))
+
+    try:
+        if how == "batch size":
+            train()
+        else:
+            accelerator.auto_microbatch(torch.ones(1, 512), lambda part: model(part).sum())
+    except OutOfMemory as error:
+        words = from_exception(type(error), error, error.__traceback__, rank=0, local_rank=0)
+    screen, _ = tell([Exit(rank=0, code=1, pid=words.pid)], [words], logs=Path("logs"))
+    last = screen.splitlines()[-1]
+    if how == "batch size":
+        assert last.endswith("No batch size fits: 4, 2, 1 were tried.")
+    else:
+        assert "even parts of 1 sample do not fit: rank 0 ran out of memory" in last
+    assert words.traceback.rstrip().splitlines()[-1].endswith(last)  # without a launcher, too
