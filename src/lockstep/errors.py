@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+def first_line(error: object) -> str:
+    """The first line of an error's text, or of a text, that says anything; the error's type where none does."""
+    named = type(error).__name__ if isinstance(error, BaseException) else ""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), named)
+
+
 class LockstepError(Exception):
     """The root of all errors that Lockstep raises on purpose."""
 

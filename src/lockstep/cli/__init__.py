@@ -7,7 +7,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lockstep import __version__
 from lockstep.errors import LockstepError
@@ -48,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+def list_names(title: str, names: Mapping[str, str]) -> str:
+    """A table for a parser's epilog: each name, and what it does."""
+    width = max(map(len, names)) + 2
+    return "\n".join([f"{title}:", *(f"  {name:<{width}}{what}" for name, what in names.items())])
+
+
 def _command(name: str, words: Sequence[str]) -> int:
     module = importlib.import_module(f"lockstep.cli.{name}")
     if getattr(module, "RAW", False):
@@ -62,7 +68,7 @@ def _general(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lockstep",
         description="Train PyTorch models on one device or many.",
-        epilog="\n".join(["commands:", *(f"  {name:<10}{what}" for name, what in COMMANDS.items())]),
+        epilog=list_names("commands", COMMANDS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")

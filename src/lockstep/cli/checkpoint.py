@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.checkpoint import commit, find
 from lockstep.checkpoint.disk import Disk
+from lockstep.cli import list_names
 from lockstep.errors import ConfigError
 
 _ACTIONS = {
@@ -44,7 +45,7 @@ class Row:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the subcommand."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "\n".join(["actions:", *(f"  {name:<8}{what}" for name, what in _ACTIONS.items())])
+    parser.epilog = list_names("actions", _ACTIONS)
     parser.add_argument("action", choices=list(_ACTIONS), help="one of those below")
     parser.add_argument(
         "folder", metavar="DIR", help="a checkpoint, a folder with checkpoint_N in it, or a project's folder"

@@ -6,6 +6,8 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
+from lockstep.cli import list_names
+
 RAW = True
 """The command line is handed over as it is: each part of the doctor has options of its own."""
 
@@ -33,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
         prog=f"lockstep doctor {words[0]}" if named else "lockstep doctor",
         usage=None if named else "lockstep doctor [options]\n       lockstep doctor PART [options]",
         description=what[0].upper() + what[1:] + ".",
-        epilog=None if named else "\n".join(["parts:", *(f"  {name:<10}{text}" for name, (_, text) in PARTS.items())]),
+        epilog=None if named else list_names("parts", {name: text for name, (_, text) in PARTS.items()}),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module = importlib.import_module(module_name)

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from lockstep.config import network
-from lockstep.errors import ConfigError, TopologyError
+from lockstep.errors import ConfigError, TopologyError, first_line
 from lockstep.launch import machine
 
 LOOPBACK = "127.0.0.1"
@@ -182,7 +182,7 @@ class Meeting:
             return question(self.store)
         except DistError as error:
             raise TopologyError(
-                f"The line to machine 0 ({self.nodes.address}:{self.port}) broke: {str(error).splitlines()[0]}. Its "
+                f"The line to machine 0 ({self.nodes.address}:{self.port}) broke: {first_line(error)}. Its "
                 "notebook was stopped, or the network failed; look there for the cause, and start again everywhere."
             ) from error
 
@@ -201,7 +201,7 @@ class Meeting:
                 break
             except DistNetworkError as error:
                 if nodes.fixed_port or last:
-                    raise port_error(self.port, str(error).splitlines()[0]) from None
+                    raise port_error(self.port, first_line(error)) from None
                 self.port = machine.next_free(self.port)
         self.port = self.store.port
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.config import env, network
 from lockstep.config.choices import PrecisionType
-from lockstep.errors import ConfigError, RankFailed, UsageError
+from lockstep.errors import ConfigError, RankFailed, UsageError, first_line
 from lockstep.launch import machine
 from lockstep.launch.forked import Call, Place
 from lockstep.launch.forks import Ended, Forks
@@ -331,7 +331,7 @@ def _run_forked(ask: _Ask) -> list[Any] | RankFailed:
             outcome = _outcome(ended, meeting)
             if not isinstance(outcome, RankFailed) or attempt == ask.max_restarts:
                 return outcome
-            _say_restart(str(outcome).splitlines()[0], attempt + 1, ask.max_restarts)
+            _say_restart(first_line(outcome), attempt + 1, ask.max_restarts)
     raise AssertionError("the last attempt returns")
 
 

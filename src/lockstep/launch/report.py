@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.blackbox.snapshot import Snapshot
+from lockstep.errors import first_line
 from lockstep.guard.causes import KILLED
 from lockstep.guard.exchange import Node
 from lockstep.guard.whereabouts import last_steps
@@ -120,7 +121,7 @@ def one_line(
     first = _first(exits, said)
     ended = next(ended for ended in exits if ended.rank == first)
     if first in said:
-        return f"Rank {first} failed at {said[first].line}: {_one_line(f'{said[first].kind}: {said[first].message}')}."
+        return f"Rank {first} failed at {said[first].line}: {_one_line(said[first])}."
     box = _box_of(ended, boxes)
     return f"Rank {first} failed: {in_words(ended.code, out_of_memory)}.{f' {last_steps(box)}' if box else ''}"
 
@@ -164,7 +165,7 @@ def _followers(
         if words is not None and words.follows:
             what = f"followed rank {words.cause_rank}" if words.cause_rank is not None else "lost the connection to it"
         elif words is not None:
-            what = _one_line(f"{words.kind}: {words.message}")
+            what = _one_line(words)
         elif ended.by_us:
             what = "ended by the launcher"
         else:
@@ -206,8 +207,9 @@ def _tail(path: Path) -> list[str]:
     return [f"  {line}" for line in lines[-_TAIL:]] if any(line.strip() for line in lines) else []
 
 
-def _one_line(text: str) -> str:
-    first = text.strip().splitlines()[0] if text.strip() else text
+def _one_line(words: LastWords) -> str:
+    said = first_line(words.message)
+    first = f"{words.kind}: {said}" if said else words.kind
     return first if len(first) <= 160 else first[:157] + "..."
 
 

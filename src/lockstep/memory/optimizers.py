@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, first_line
 from lockstep.memory.ledger import Ledger
 
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
@@ -83,7 +83,7 @@ def _try(bare: list[nn.Parameter], make: Make) -> Cost:
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         name = getattr(make, "__name__", None) or type(make).__name__
         raise ConfigError(
-            f"The optimizer {name} cannot be tried without data: {str(error).splitlines()[0]}. Choose one of "
+            f"The optimizer {name} cannot be tried without data: {first_line(error)}. Choose one of "
             f"{', '.join(NAMED)}: one that keeps as much per weight gives the same forecast."
         ) from error
     return Cost(state=state, step=ledger.peak - before)

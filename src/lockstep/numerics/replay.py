@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lockstep.errors import first_line
 from lockstep.numerics.detector import DebugUnderflowOverflow
 from lockstep.numerics.recall import Forward, states_of
 from lockstep.numerics.report import Hit
@@ -43,7 +44,7 @@ def replay(forward: Forward) -> Hit | str | None:
     except _Found as found:
         return found.hit
     except Exception as error:  # a model that keeps what it saw may refuse to see it twice
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return f"{type(error).__name__}: {first_line(error)}"
     return None
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config import env
+from lockstep.errors import first_line
 
 READY, RUN, RESET, DONE = b"ready", b"run", b"reset", b"done"
 
@@ -166,6 +167,12 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return _failure(unsendable, at)
 
 
+def _only_line(error: BaseException, only: str) -> str:
+    """Class and message in one line, also where the message begins with line breaks."""
+    head, _, rest = only.partition("\n")
+    return f"{head.rstrip()} {first_line(rest)}" if str(error)[:1].isspace() and first_line(rest) else head
+
+
 def _failure(error: BaseException, at: float) -> Reply:
     text = "".join(traceback.format_exception(error))
     # The class and the message also stand at the end of the traceback, but there they may be followed by notes.
@@ -175,7 +182,7 @@ def _failure(error: BaseException, at: float) -> Reply:
         # As the interpreter does: no code is success, a text is printed and counts as 1.
         exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
     return Reply(
-        error_type=type(error).__name__, error_line=only.splitlines()[0], error_text=text, exit_code=exit_code, at=at
+        error_type=type(error).__name__, error_line=_only_line(error, only), error_text=text, exit_code=exit_code, at=at
     )
 
 

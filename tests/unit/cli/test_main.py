@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+
+import pytest
+
+from lockstep.cli import COMMANDS
 
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
 
@@ -22,6 +27,15 @@ def test_a_reader_that_has_seen_enough() -> None:
     os.close(writer)
     assert done.stderr == ""
     assert done.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"], ["checkpoint"]])
+def test_names_and_what_they_do_stand_apart(command: list[str]) -> None:
+    done = subprocess.run([*LOCKSTEP, *command, "-h"], capture_output=True, text=True, timeout=60)
+    lines = re.split(r"^(?:commands|parts|actions):\n", done.stdout, flags=re.MULTILINE)[1].splitlines()
+    assert len({line.index(re.split(r"\s{2,}", line.strip(), maxsplit=1)[1]) for line in lines}) == 1, done.stdout
+    if not command:
+        assert [line.split()[0] for line in lines] == list(COMMANDS)
 
 
 def test_ctrl_c_ends_it_without_a_traceback() -> None:

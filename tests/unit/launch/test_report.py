@@ -184,3 +184,23 @@ def test_one_line() -> None:
     exits = [ended(0, 1), ended(1, 1)]
     assert one_line(exits, [words(1)]) == "Rank 1 failed at train.py:1 in main: ValueError: bad value 1."
     assert one_line([ended(0, -9)], []).startswith("Rank 0 failed: killed (SIGKILL)")
+
+
+# --- one line of a message that has several ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("\n\n  Mismatch of shapes.\nrank 0: ...", "DistributedOperationException: Mismatch of shapes."),
+        ("Mismatch of shapes.\nrank 0: ...", "DistributedOperationException: Mismatch of shapes."),
+        ("\r\n\tMismatch", "DistributedOperationException: Mismatch"),
+        ("", "DistributedOperationException"),
+        (" \n ", "DistributedOperationException"),
+    ],
+)
+def test_the_first_line_that_says_anything_stands_for_a_message(message: str, line: str) -> None:
+    said = [words(0), words(1, kind="DistributedOperationException", message=message)]
+    text, _ = tell([ended(0, 1), ended(1, 1)], said, logs=Path("logs"))
+    assert f"\nrank 1: {line}\n" in text
+    assert one_line([ended(1, 1)], said[1:]) == f"Rank 1 failed at train.py:1 in main: {line}."

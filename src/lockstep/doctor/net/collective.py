@@ -19,6 +19,7 @@ from lockstep.doctor.net.meeting import Meeting
 from lockstep.doctor.net.results import Link, Point
 from lockstep.doctor.net.schedule import Pair
 from lockstep.doctor.net.units import amount
+from lockstep.errors import first_line
 
 LIMIT = 20.0
 """Seconds that one collective may take, beyond what its size needs."""
@@ -71,7 +72,7 @@ class Collective:
             whole = torch.full((1024,), self.number + 1, dtype=torch.int64, device=self.device)
             part = torch.full((1024,), 0.5 * (self.number + 1), dtype=torch.float32, device=self.device)
         except RuntimeError as error:
-            raise Stuck(f"no memory could be had on {self.device}: {str(error).splitlines()[0]}") from error
+            raise Stuck(f"no memory could be had on {self.device}: {first_line(error)}") from error
         self._end(dist.barrier(async_op=True), "the barrier")
         total = self.size * (self.size + 1) // 2
         for tensor, expected in ((whole, total), (part, 0.5 * total)):
