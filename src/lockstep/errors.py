@@ -93,6 +93,9 @@ class PeerFailure(LockstepError, RuntimeError):
 class DistributedOperationException(LockstepError):
     """Ranks entered one collective with shapes, dtypes, structures or operations that differ."""
 
+    lead: str = ""
+    """The rank that strayed, and where, if that is known: the one that raises this may only have noticed."""
+
 
 class RankFailed(LockstepError, RuntimeError):
     """The function failed on some rank. The text holds that rank, its exception and its traceback."""

@@ -261,6 +261,39 @@ def test_the_rank_that_sees_it_raises_and_says_why(stop: Stop, job: Job) -> None
     check_words(stop, job, result)
 
 
+DEBUGGED = ("shapes", "dtypes", "structures", "operations", "opposite order", "gather under main", "barrier under main")
+LEADS = {
+    "leaves the loop early": f"Rank $last left the loop of \\S*{AT['loop']} and called wait_for_everyone at "
+    f"\\S*{AT['end']}, while ranks? $other[-, \\d]* went on with it",
+    "skips an update": "Rank $last went on to its next batch without a backward",
+    "skips a NaN loss": f"Rank $last left out a backward, after it called the model at \\S*{AT['forward']}",
+    "skips a step": f"Rank $last left out optimizer step 3, which others made at \\S*{AT['step']}",
+    "gather under main": f"Rank 0 called gather at \\S*{AT['gather under main']}, which not every rank comes to",
+    "barrier under main": f"Rank 0 called wait_for_everyone at \\S*{AT['barrier under main']}, which not every rank",
+}
+"""The first line of the error: who strayed, and where, whichever rank has noticed."""
+
+
+@pytest.mark.parametrize("scenario", LEADS)
+def test_the_first_line_names_the_rank_that_strayed(scenario: str) -> None:
+    result = run_in_pool(Job(scenario=scenario))
+    lead = LEADS[scenario].replace("$last", "1").replace("$other", "0")
+    assert re.search(rf"DistributedOperationException: (\[rank\d\]: )?\s*{lead}", result.text), result
+
+
+@pytest.mark.parametrize("scenario", [*DEBUGGED, "leaves the loop early", "skips a step"])
+def test_debug_mode_says_no_less(scenario: str) -> None:
+    """Its text has cause and fix, on every rank that it raises on."""
+    stop = next(stop for stop in STOPS if stop.scenario == scenario)
+    result = run_in_pool(Job(scenario=scenario, environ=(("LOCKSTEP_DEBUG_MODE", "1"),)))
+    assert result.code == 1, result
+    assert_says(result, 2, [part for part in stop.says if part.startswith(("Likely cause", "Fix"))])
+    if scenario in LEADS:
+        assert_says(result, 2, [LEADS[scenario]])
+    assert "Fix: " in result.words
+    assert not re.search(r"Input shapes: - Process \d: (batch|after) ", result.words), result
+
+
 @pytest.mark.parametrize(("stop", "job"), stops([RAW], launcher="torchrun"))
 def test_by_torchrun_too(ended: Callable[[Job], Result], stop: Stop, job: Job) -> None:
     check(stop, job, ended(job))

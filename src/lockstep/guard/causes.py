@@ -41,6 +41,8 @@ class Why:
     """The most likely one."""
     fix: str
     """What to do."""
+    lead: str = ""
+    """The rank that strayed, and where, in a sentence; empty where the boxes and the script do not show which did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ def recovering(why: Why) -> Why:
         cause="The ranks are recovering: a failure inside agree is survived, so the job is not stopped. "
         f"If it does not go on: {why.cause}",
         fix=f"Wait for it to go on. If it does not: {why.fix}",
+        lead=why.lead,
     )
 
 
@@ -93,12 +96,15 @@ def different_ops(number: int, calls: Sequence[Call], histories: Mapping[int, Ma
             f"{_call(odd.op)}: a `continue` (a NaN loss that is skipped, say), a condition that holds on that rank "
             "only, or an exception that was caught and passed over.",
             fix=TOGETHER,
+            lead=f"{_sentence(odd.who)} left out {_call(usual.op)}, and called {_call(odd.op)}.",
         )
     if usual.key in before:
         return Why(
             cause=f"{_sentence(usual.who)} went on with {_call(usual.op)}, as before; {odd.who} went elsewhere, to "
             f"{_call(odd.op)}: a loop left early (break, or fewer batches), or a line that not every rank runs.",
             fix=f"{STOP_TOGETHER} {EVEN}",
+            lead=f"{_sentence(odd.who)} went elsewhere, to {_call(odd.op)}, while {usual.who} went on with "
+            f"{_call(usual.op)}.",
         )
     return Why(
         cause=f"The ranks took different ways through the script: {_call(usual.op)} and {_call(odd.op)} are called in "
@@ -171,9 +177,14 @@ def what_differs(signatures: Sequence[str]) -> str:
     return "dtypes"
 
 
-def different_arguments(op: Op, what: str) -> Why:
+def title_of(signatures: Sequence[str]) -> str:
+    """What the arguments of a call are, above a list of them: how many steps came before a backward is no shape."""
+    return "Optimizer steps" if signatures and what_differs(signatures) == "steps" else "Input shapes"
+
+
+def different_arguments(name: str, what: str) -> Why:
     """One call, whose arguments do not fit together."""
-    name = op.name.partition("(")[0].strip()
+    name = name.partition("(")[0].strip()
     if what == "shapes":
         return Why(
             cause=f"{name} needs the same shape on every rank. Often the last batch is smaller on one rank, or "
@@ -207,6 +218,8 @@ def different_steps(calls: Sequence[tuple[Snapshot, Op]]) -> Why:
         "and on to the next batch, say), a condition that holds on that rank only, or an exception that was caught. "
         "The weights differ since.",
         fix=f"{TOGETHER} Then load the last checkpoint: the weights are no longer the same on all ranks.",
+        lead=f"{_sentence(name_ranks(fewer, RANGES))} left out optimizer step {left_out}"
+        f"{f', which others made at {line}' if line else ''}.",
     )
 
 

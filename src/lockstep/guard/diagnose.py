@@ -105,6 +105,7 @@ def _finding(
         together=together,
         cause=f"{why.cause} {causes.apart(apart)}" if apart else why.cause,
         fix=why.fix,
+        lead=why.lead,
         recorded=skip is not None,
         seconds=seconds,
         stacks=job.stacks((*missing, *waiting)),
@@ -136,7 +137,7 @@ def _different(job: Job) -> Diagnosis | None:
             why = causes.different_steps(calls)
             headline = f"Gradients were reduced in {label(op)} after different numbers of optimizer steps."
         else:
-            why = causes.different_arguments(op, what)
+            why = causes.different_arguments(op.name, what)
             headline = f"The ranks called {label(op)} with different {what}."
     return _finding(
         job,

@@ -42,6 +42,8 @@ class Diagnosis:
     """What it most likely comes from."""
     fix: str = ""
     """What to do."""
+    lead: str = ""
+    """The rank that strayed, and where, if that is known: it stands first, as others only noticed."""
     recorded: bool = False
     """Whether the boxes themselves show the cause: then the script is not searched for one."""
     seconds: float = 0.0

@@ -25,7 +25,8 @@ _INDENT = 10
 def explain(diagnosis: Diagnosis, source: Reader = read_lines) -> str:
     """The box for the terminal. ``source`` gives the lines of a file of the user's."""
     found = understand(diagnosis, source)
-    lines = [_rule(f"lockstep guard: {_title(found)}"), *_wrap(found.headline), ""]
+    first = f"{found.lead} {found.headline}" if found.lead and found.certain else found.headline
+    lines = [_rule(f"lockstep guard: {_title(found)}"), *_wrap(first), ""]
     lines += _arguments(found) if found.kind == "different arguments" else _places("Waiting", found.waiting, source)
     lines += _places("Missing", found.missing, source)
     lines += _entry("Together", f"last in {found.together}" if found.together else "not yet, in no collective")
@@ -52,7 +53,7 @@ def understand(diagnosis: Diagnosis, source: Reader = read_lines) -> Diagnosis:
         return found
     if "recovering" in found.cause and "recovering" not in why.cause:
         why = causes.recovering(why)
-    return replace(found, cause=why.cause, fix=why.fix)
+    return replace(found, cause=why.cause, fix=why.fix, lead=why.lead)
 
 
 def _looked_closer(diagnosis: Diagnosis, source: Reader) -> Diagnosis:
@@ -128,6 +129,8 @@ def _under_condition(place: Place, site: str, there: Setting) -> causes.Why:
     call = _call(place)
     where = f"{place.site} is" if site == place.site else f"The way to {place.site} leads over {site},"
     return causes.Why(
+        lead=f"{_sentence(name_ranks(place.ranks, RANGES))} called {call} at {place.site}, which not every rank comes "
+        "to.",
         cause=f"{where} {there.condition}: not every rank comes to it, but {call} needs every rank.",
         fix=f"Call {call} on every rank, outside of that condition; keep inside it only what is done with the result "
         "(printing, writing).",
@@ -163,12 +166,14 @@ def _left_loop(places: Sequence[Place], settings: dict[Place, tuple[str, Setting
         for loop in settings[inside][1].loops:
             out = [place for place in places if split(place.site)[0] == path and split(place.site)[1] > loop.last]
             if out:
-                return _out_of(loop, inside, out[0])
+                return _out_of(loop, path, inside, out[0])
     return None
 
 
-def _out_of(loop: Loop, inside: Place, out: Place) -> causes.Why:
+def _out_of(loop: Loop, path: str, inside: Place, out: Place) -> causes.Why:
     return causes.Why(
+        lead=f"{_sentence(name_ranks(out.ranks, RANGES))} left the loop of {path}:{loop.line} and called {_call(out)} "
+        f"at {out.site}, while {name_ranks(inside.ranks, RANGES)} went on with it.",
         cause=f"{_sentence(name_ranks(out.ranks, RANGES))} left the loop of line {loop.line} "
         f"(`{_cut(loop.text, 50)}`) while {name_ranks(inside.ranks, RANGES)} went on with it: fewer batches "
         "there, or a break on some ranks only.",
@@ -226,7 +231,8 @@ def _what_now(diagnosis: Diagnosis) -> str:
 
 def _arguments(diagnosis: Diagnosis) -> list[str]:
     """In the form that is known from Accelerate's guides, with a line for each group of ranks."""
-    lines = [f"Operation: `lockstep.{_call(diagnosis.waiting[0])}`", "Input shapes:"]
+    title = causes.title_of([place.detail for place in diagnosis.waiting if place.detail])
+    lines = [f"Operation: `lockstep.{_call(diagnosis.waiting[0])}`", f"{title}:"]
     for place in diagnosis.waiting[:_PLACES]:
         who = f"Process{'' if len(place.ranks) == 1 else 'es'} {number_ranks(place.ranks, RANGES)}"
         verb = "left it already, " if "left" in place.doing else ""

@@ -8,13 +8,16 @@ mode that compares before, and the guard that finds a difference after.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.blackbox.read import read_all
+from lockstep.blackbox.peers import box_path
+from lockstep.blackbox.read import read_all, read_box
 from lockstep.blackbox.snapshot import Op
 from lockstep.errors import DistributedOperationException
-from lockstep.guard.causes import what_differs
+from lockstep.guard.causes import Why, title_of, what_differs
 from lockstep.guard.diagnose import diagnose
+from lockstep.guard.diagnosis import Diagnosis
 from lockstep.guard.explain import understand
 
 
@@ -29,18 +32,38 @@ def mismatch(folder: Path, rank: int, number: int, other: int) -> DistributedOpe
         return DistributedOperationException(
             f"Rank {rank} and rank {other} have entered collective number {number} with different arguments."
         )
-    lines = ["", "", _headline(ops[rank], ops[other]), ""]
+    lines = [_headline(ops[rank], ops[other]), ""]
     names = sorted({op.name for op in ops.values()})
     lines.append(f"Operation: `{' / '.join(f'lockstep.{name}' for name in names)}`")
-    lines.append("Optimizer steps:" if names == ["backward"] else "Input shapes:")
+    lines.append(f"{title_of([op.signature for op in ops.values()])}:")
     lines += [f"  - Process {who}: {_arguments(op, names)}" for who, op in sorted(ops.items())]
     lines.append("Called at:")
     lines += [f"  - Process {who}: {op.name} at {op.site}" for who, op in sorted(ops.items())]
     found = diagnose(job, blocked_for=0.0)
-    if found is not None:
-        why = understand(found)
-        lines += ["", f"Likely cause: {why.cause}", f"Fix: {why.fix}"]
-    return DistributedOperationException("\n".join(lines))
+    return refusal(lines, None if found is None else understand(found))
+
+
+def entered(folder: Path, rank: int, number: int) -> str:
+    """The name of the collective that a rank of this node has entered by this number; empty when that is past."""
+    box = read_box(box_path(folder, rank))
+    return next((op.name for op in box.history if op.seq == number), "") if box is not None else ""
+
+
+def understand_boxes(folder: Path | None, rank: int) -> Diagnosis | None:
+    """What the boxes of this node and the script show of ranks that have all entered a collective, and differ."""
+    boxes = [] if folder is None else read_all(folder)
+    mine = next((box for box in boxes if box.rank == rank and box.pid == os.getpid()), None)
+    found = diagnose([box for box in boxes if mine is not None and box.attempt == mine.attempt], blocked_for=0.0)
+    return None if found is None or not found.kind.startswith("different") else understand(found)
+
+
+def refusal(lines: Sequence[str], why: Diagnosis | Why | None) -> DistributedOperationException:
+    """The error of these lines with cause and fix below, and above them the rank that strayed, where it is known."""
+    below = ["", f"Likely cause: {why.cause}", f"Fix: {why.fix}"] if why is not None and why.cause else []
+    lead = "" if why is None else why.lead
+    error = DistributedOperationException("\n".join(["", "", *([lead] if lead else []), *lines, *below]))
+    error.lead = lead
+    return error
 
 
 def _arguments(op: Op, names: list[str]) -> str:

@@ -44,6 +44,7 @@ def explain_skip(boxes: Sequence[Snapshot], histories: Histories) -> Why | None:
             f"{step} update{'s' * (step != 1)}: a `continue` (a NaN loss that is skipped, say), a condition that holds "
             "on that rank only, or an exception that was caught.",
             fix=TOGETHER,
+            lead=f"Rank {odd.rank} left out a backward, after it called the model at {site}.",
         )
     ahead = find_ahead(histories, settled=1)  # that something is wrong is proven already
     if ahead is None:
@@ -54,6 +55,7 @@ def explain_skip(boxes: Sequence[Snapshot], histories: Histories) -> Why | None:
         f"{theirs}: it went on to the next batch without a backward, by a `continue`, a condition that holds on that "
         "rank only, or an exception that was caught.",
         fix=TOGETHER,
+        lead=f"Rank {ahead.rank} went on to its next batch without a backward, before {REDUCTION} #{ahead.number}.",
     )
 
 

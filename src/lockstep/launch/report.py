@@ -179,6 +179,9 @@ def _in_full(ended: Exit, words: LastWords | None, box: Snapshot | None, logs: P
     who = f"Rank {ended.rank} on {host} (pid {ended.pid}) failed first"
     if words is not None and words.kind == "SystemExit":
         return [f"{who}: it left with sys.exit({words.message}), at {words.line}."]
+    if words is not None and words.lead:
+        seen = [words.lead, f"{who}, at {words.line}, where it noticed:"]
+        return [*seen, "", words.traceback.rstrip(), *(["", words.advice] if words.advice else [])]
     if words is not None:
         return [f"{who}, at {words.line}:", "", words.traceback.rstrip(), *(["", words.advice] if words.advice else [])]
     lines = [f"{who}: {in_words(ended.code, out_of_memory)}."]

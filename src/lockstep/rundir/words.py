@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.config import env
-from lockstep.errors import LockstepError, PeerFailure
+from lockstep.errors import DistributedOperationException, LockstepError, PeerFailure
 from lockstep.rundir.names import rank_in
 from lockstep.rundir.place import RunDirectory
 
@@ -78,6 +78,9 @@ class LastWords:
     advice: str = ""
     """What the running half has to say about it."""
 
+    lead: str = ""
+    """Where this rank only noticed that another one strayed: which one, and where."""
+
 
 # ---------------------------------------------------------------- in the rank
 
@@ -107,6 +110,9 @@ def from_exception(
         follows=follows,
         cause_rank=cause,
         advice=_cut(advice_on(value), MESSAGE_LIMIT),
+        lead=_cut(getattr(value, "lead", ""), MESSAGE_LIMIT)
+        if isinstance(value, DistributedOperationException)
+        else "",
     )
 
 

@@ -329,3 +329,22 @@ def test_json_says_the_same() -> None:
     assert said["waiting"][0]["ranks"] == [0]
     assert said["cause"] == understand(found, lambda path: lines).cause
     assert "is_main_process" in said["cause"]
+
+
+def test_the_rank_that_left_the_loop_stands_first() -> None:
+    boxes = [
+        box(0, [*LOOP, ("backward", "train.py:3")], waits=3),
+        box(1, [*LOOP, ("wait_for_everyone", "train.py:9")], waits=3),
+    ]
+    _, _, first = tell(TRAIN, boxes).partition("──── lockstep guard: the ranks are out of step ")
+    assert first.lstrip("─ ").startswith(
+        "Rank 1 left the loop of train.py:1 and called wait_for_everyone at train.py:9, while rank 0 went on with it. "
+        "Rank 0 waits in backward #5 at train.py:3, rank 1 waits in wait_for_everyone #5 at train.py:9."
+    )
+
+
+def test_steps_do_not_stand_under_shapes() -> None:
+    calls = [("backward", "train.py:3", f"after {steps} optimizer steps") for steps in (3, 2)]
+    text = tell(TRAIN, [box(rank, [*LOOP, call], waits=3) for rank, call in enumerate(calls)])
+    assert "Optimizer steps: - Process 0: after 3 optimizer steps" in text
+    assert "Input shapes" not in text

@@ -204,3 +204,15 @@ def test_the_first_line_that_says_anything_stands_for_a_message(message: str, li
     text, _ = tell([ended(0, 1), ended(1, 1)], said, logs=Path("logs"))
     assert f"\nrank 1: {line}\n" in text
     assert one_line([ended(1, 1)], said[1:]) == f"Rank 1 failed at train.py:1 in main: {line}."
+
+
+def test_the_rank_that_strayed_stands_before_the_one_that_noticed() -> None:
+    lead = "Rank 1 left the loop of train.py:12 and called wait_for_everyone at train.py:30, while rank 0 went on."
+    said = [
+        words(0, kind="DistributedOperationException", message=f"\n\n{lead}\nCannot apply", lead=lead),
+        words(1, kind="PeerFailure", follows=True, cause_rank=0),
+    ]
+    text, _ = tell([ended(0, 1), ended(1, 1)], said, logs=Path("logs"))
+    first, second, *_ = text.partition("\n\n")[2].splitlines()
+    assert first == lead
+    assert second == "Rank 0 on here (pid 100) failed first, at train.py:0 in main, where it noticed:"
