@@ -19,7 +19,8 @@ from torch import Tensor
 from lockstep.blackbox import sites
 from lockstep.comm import trees
 from lockstep.comm.wire import all_gather, gather_host
-from lockstep.errors import DistributedOperationException
+from lockstep.guard.causes import Why, different_arguments
+from lockstep.guard.mismatch import refusal, understand_boxes
 from lockstep.topology.group import Group
 
 _FRAME = 8192
@@ -27,9 +28,9 @@ _HEAD = 16
 """Bytes of a frame before its data: what the rank means, as a number, and how many bytes of data follow."""
 ROOM = _FRAME - _HEAD
 """Bytes of data that travel with the question."""
-_RECORD = 8192
+_RECORD = 32768
 _TEXT = 600
-"""Characters that each of the six texts of a record may have; with escapes they always fit."""
+"""Characters that each of the eight texts of a record may have; with escapes they always fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,17 +144,41 @@ def exchange(group: Group, meant: Meant, data: Tensor | None) -> Tensor | None:
 
 def refuse(group: Group, meant: Meant) -> NoReturn:
     """Called on: all ranks. Tell each other what each one meant, and raise."""
-    cut = {name: text if len(text) <= _TEXT else f"{text[:_TEXT]} …" for name, text in meant.record().items()}
+    # Before the exchange, in which all ranks still are where they differ, and none has left yet.
+    found = understand_boxes(group.boxes, group.rank)
+    why = {} if found is None else {"cause": found.cause, "fix": found.fix, "lead": found.lead}
+    said = {**meant.record(), **why}
+    cut = {name: text if len(text) <= _TEXT else f"{text[:_TEXT]} …" for name, text in said.items()}
     text = json.dumps(cut, ensure_ascii=False).encode()
     source = torch.zeros(_RECORD, dtype=torch.uint8)
     source[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = gather_host(group, source, f"checking {meant.operation}")
     records = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in rows]
     group.box.refuse()  # on every rank: a script may catch the error and go on
-    raise DistributedOperationException(_describe(records))
+    raise refusal(_describe(records), _why(records))
 
 
-def _describe(records: list[dict[str, str]]) -> str:
+def _why(records: list[dict[str, str]]) -> Why | None:
+    """Cause and fix as the first rank sees them that knows, so that all raise the same error.
+
+    A rank sees the boxes of its node only; what differs between nodes shows in the records.
+    """
+    seen = next((record for record in records if record.get("cause")), None)
+    if seen is not None:
+        return Why(cause=seen["cause"], fix=seen["fix"], lead=seen["lead"])
+    name = records[0]["op"]
+    if len({record["op"] for record in records}) > 1:
+        return Why(
+            cause="The ranks took different ways through the script, or call the same ones in another order.",
+            fix="Let every rank make the same calls in the same order; keep them out of code that depends on the rank.",
+        )
+    for what in ("shapes", "dtypes"):
+        if len({record[what] for record in records}) > 1:
+            return different_arguments(name, what)
+    return None
+
+
+def _describe(records: list[dict[str, str]]) -> list[str]:
     operations = {record["op"] for record in records}
     if len(operations) > 1:
         headline = "Cannot apply desired operation because the processes called different operations."
@@ -163,7 +188,7 @@ def _describe(records: list[dict[str, str]]) -> str:
         headline = "Cannot apply desired operation due to dtype mismatches. All dtypes across devices must be the same."
     else:
         headline = "Cannot apply desired operation because its arguments differ between the processes."
-    lines = ["", "", headline, "", f"Operation: `{' / '.join(f'lockstep.{name}' for name in sorted(operations))}`"]
+    lines = [headline, "", f"Operation: `{' / '.join(f'lockstep.{name}' for name in sorted(operations))}`"]
     lines.append("Input shapes:")
     lines += [f"  - Process {rank}: {record['shapes'] or 'no tensors'}" for rank, record in enumerate(records)]
     if len({record["dtypes"] for record in records}) > 1:
@@ -174,4 +199,4 @@ def _describe(records: list[dict[str, str]]) -> str:
         lines += [f"  - Process {rank}: {record['extra']}" for rank, record in enumerate(records)]
     lines.append("Called at:")
     lines += [f"  - Process {rank}: {record['op']} at {record['site']}" for rank, record in enumerate(records)]
-    return "\n".join(lines)
+    return lines
