@@ -9,16 +9,21 @@ user installs another.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from lockstep.config import env, resolve
 from lockstep.errors import ConfigError, LockstepError
@@ -118,8 +123,8 @@ class MultiProcessAdapter(_Adapter):
         if main_process_only or not in_order or place.world_size == 1:
             self.logger.log(level, msg, *args, **passed)
             return
-        session = current.peek()
-        turn = _Turn(note=_unordered(place.rank)) if session is None else _turns_of(session.group).take(_site(caller))
+        turns = _find_turns(place)
+        turn = _Turn(note=_unordered(place.rank)) if turns is None else turns.take(_site(caller))
         try:
             self.logger.log(level, f"{msg} ({turn.note})" if turn.note else msg, *args, **passed)
         finally:
@@ -240,7 +245,7 @@ def _ensure_handler(logger: logging.Logger) -> None:
 def _unordered(rank: int) -> str:
     if rank == 0 or not _memory.is_new("in_order without a session"):
         return ""
-    return "in_order: no Accelerator yet, so the ranks cannot wait for each other"
+    return "in_order: no Accelerator yet, and no launcher with a store, so the ranks cannot wait for each other"
 
 
 @dataclass
@@ -262,8 +267,21 @@ class _Turn:
             self.worker.join(PATIENCE / 20)
 
 
+_workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _join_workers() -> None:
+    """A thread that comes out of a call to the store while Python shuts down ends the process with SIGABRT."""
+    deadline = time.monotonic() + 2 * PATIENCE
+    for worker in list(_workers):
+        worker.join(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_join_workers)
+
+
 class _Turns:
-    """This process's side of the order, for one group.
+    """This process's side of the order, in one store.
 
     Each rank counts in the store, per line of the script, how often it came to an ``in_order`` call and how often it
     got it done. A rank's turn is when the rank before it is done as often as this one came. Counters do not pile up,
@@ -271,10 +289,11 @@ class _Turns:
     connection can take seconds) cannot hold the caller longer than promised.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._main_store = group.store
-        self._rank = group.rank
-        self._world_size = group.world_size
+    def __init__(self, connect: Callable[[], Store], rank: int, world_size: int) -> None:
+        self._connect = connect
+        """Makes a connection of its own: one that somebody waits on serves nobody else meanwhile."""
+        self._rank = rank
+        self._world_size = world_size
         self._own_store: Store | None = None
         self._patience: dict[str, float] = {}
         """Line of the script -> seconds to wait there, where ranks were missing the last time."""
@@ -286,6 +305,7 @@ class _Turns:
         turn.worker = threading.Thread(
             target=self._serve, args=(turn, site, time.monotonic()), name="lockstep-log-order", daemon=True
         )
+        _workers.add(turn.worker)
         turn.worker.start()
         if not turn.ready.wait(PATIENCE):
             turn.note = "in_order: the job's store does not answer, so the order is not certain"
@@ -310,8 +330,7 @@ class _Turns:
 
     def _store(self) -> Store:
         if self._own_store is None:
-            # A connection of its own: one that somebody waits on serves nobody else meanwhile.
-            self._own_store = self._main_store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
+            self._own_store = self._connect()
         return self._own_store
 
     def _key(self, what: str, site: str, rank: int) -> str:
@@ -344,10 +363,41 @@ class _Turns:
 
 
 _turns: weakref.WeakKeyDictionary[Group, _Turns] = weakref.WeakKeyDictionary()
+_early_turns: dict[tuple[Any, ...], _Turns] = {}
+"""Those of processes that have not joined the job, by the store."""
 
 
-def _turns_of(group: Group) -> _Turns:
-    turns = _turns.get(group)
-    if turns is None:
-        turns = _turns[group] = _Turns(group)
-    return turns
+def _find_turns(place: Topology | environments.Placement) -> _Turns | None:
+    """In the job's store; before it is joined, in that of the script's own process group or of the launcher."""
+    session = current.peek()
+    if session is not None:
+        group = session.group
+        if group not in _turns:
+            _turns[group] = _Turns(group.store.clone, group.rank, group.world_size)  # type: ignore[attr-defined]
+        return _turns[group]
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        key: tuple[Any, ...] = (id(store),)
+        connect: Callable[[], Store] = store.clone  # type: ignore[attr-defined]
+    elif place.agent_store:
+        key = (place.main_address, place.main_port, place.attempt)
+        connect = functools.partial(_launcher_store, place)
+    else:
+        return None  # rank 0 opens the store when it joins the job
+    if key not in _early_turns:
+        _early_turns[key] = _Turns(connect, place.rank, place.world_size)
+    return _early_turns[key]
+
+
+def _launcher_store(place: Topology | environments.Placement) -> Store:
+    """The store that an elastic agent hosts from before the ranks start; nobody else is waited for."""
+    assert place.main_address is not None  # where several processes are
+    assert place.main_port is not None
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        place.main_address,
+        place.main_port,
+        is_master=False,
+        timeout=timedelta(seconds=PATIENCE),
+        wait_for_workers=False,
+    )
+    return dist.PrefixStore(f"lockstep/attempt_{place.attempt}/before_joining", store)  # type: ignore[attr-defined]

@@ -293,5 +293,4 @@ def test_the_guides_example_under_torchrun(tmp_path: Path, joined: bool) -> None
     ranks = [re.match(r"DEBUG \[rank (\d)\] __main__: thing_to_log", line) for line in lines]
     assert all(ranks), lines
     assert sorted(match[1] for match in ranks if match) == ["0", "0", "1", "1"]
-    assert sum("no Accelerator yet" in line for line in lines) == (0 if joined else 1)
-    assert not any("did not log" in line for line in lines)
+    assert not any("in_order" in line for line in lines)  # before joining, the launcher's store serves
