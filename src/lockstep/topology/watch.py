@@ -24,7 +24,7 @@ from lockstep.config import env
 from lockstep.guard import side
 from lockstep.guard.dead_peers import describe, find_dead
 from lockstep.guard.explain import boxed
-from lockstep.guard.mismatch import mismatch
+from lockstep.guard.mismatch import entered, mismatch
 from lockstep.guard.pace import Clock
 from lockstep.guard.reporter import STOPPED, Reporter
 from lockstep.guard.sigterm import SigtermReport
@@ -87,9 +87,9 @@ class Watch:
     def _refuse(self, name: str, number: int, other: int) -> None:
         """Another rank means a different collective by this number: raise before data moves."""
         group = self._group
-        if group.debug and name != "backward":
-            return  # there all ranks compare with all, and all of them raise; but nothing precedes a backward
         assert group.boxes is not None
+        if group.debug and "backward" not in (name, entered(group.boxes, other, number)):
+            return  # there all ranks compare with all, and all of them raise; but nothing precedes a backward
         error = mismatch(group.boxes, group.rank, number, other)
         group.box.leave(number, refused=True)
         raise error
