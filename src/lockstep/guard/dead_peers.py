@@ -9,8 +9,9 @@ from pathlib import Path
 from lockstep.blackbox import read
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.guard import side
-from lockstep.guard.causes import KILLED
-from lockstep.guard.whereabouts import last_steps
+from lockstep.guard.causes import KILLED, gone
+from lockstep.guard.diagnosis import Place
+from lockstep.guard.whereabouts import at, last_steps, state
 
 _MOST = 4
 """Dead ranks that are described."""
@@ -24,6 +25,27 @@ def find_dead(boxes: Path | None, rank: int) -> list[Snapshot]:
         return []
     dead = [box for box in found if box.attempt == mine.attempt and not (box.alive or box.closed)]
     return [side.merged(box, side.place(boxes, box.rank)) for box in dead]
+
+
+def find_left(boxes: Path | None, rank: int) -> list[Snapshot]:
+    """The boxes of ranks of this node that came to the end of the script, and not to the collective ``rank`` is in."""
+    found = read.read_all(boxes) if boxes is not None else []
+    mine = next((box for box in found if box.rank == rank and box.pid == os.getpid()), None)
+    if mine is None:
+        return []
+    same = [box for box in found if (box.attempt, box.generation) == (mine.attempt, mine.generation)]
+    return [box for box in same if box.closed == "finished" and box.left < mine.entered]
+
+
+def describe_left(left: Sequence[Snapshot], doing: str = "") -> str:
+    """Who came to the end of the script while others wait, what it did last, the likely cause, and what to do."""
+    words = sorted({box.words for box in left if box.words})
+    place = Place(ranks=tuple(box.rank for box in left), doing="have finished", detail="; ".join(words))
+    why = gone(place, [Place(ranks=(), doing=doing)])
+    ended = f"{state(place)}{f' ({place.detail})' if place.detail else ''}"
+    last = left[0].history[-1] if left[0].history else None
+    after = f" Its last collective was {at(last)}." if last is not None else ""
+    return f"{ended[:1].upper()}{ended[1:]}.{after}\n{why.cause}\n{why.fix}"
 
 
 def describe(dead: Sequence[Snapshot]) -> str:

@@ -188,7 +188,7 @@ def reset() -> None:
     watch, _slot.watch = _slot.watch, None
     _slot.farewell.look_for_exit(session.directory.path if session is not None and session.directory else None, exited)
     if watch is not None:
-        watch.close(failed=_slot.farewell.words)
+        watch.close(failed=_slot.farewell.words, note=_slot.farewell.note)
     _slot.farewell.uninstall()
     if session is not None:
         session.group.close()

@@ -7,11 +7,12 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
-from lockstep.errors import TopologyError
-from lockstep.rundir import words
+from lockstep.errors import TopologyError, first_line
+from lockstep.rundir import error_file, words
+from lockstep.topology import exits
 from lockstep.topology.group import Group
 
 
@@ -21,21 +22,30 @@ class Farewell:
     def __init__(self) -> None:
         self._group: Group | None = None
         self._before: Any = None
+        self._unraisable: Any = None
+        self._script: FrameType | None = None
+        """The frame of the script, which remembers how it was left."""
         self.words = ""
         """The first line of the exception that ended this rank; empty while there is none."""
+        self.note = ""
+        """What is known of an end whose exit code is not: by SystemExit, or after an atexit callback that raised."""
 
     def install(self, group: Group) -> None:
         """From now on, tell the others. Before the process group is made: torch puts its own hook around ours."""
         self._group = group
         self._before = sys.excepthook
         sys.excepthook = self
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
+        self._script = exits.script_frame()
 
     def uninstall(self) -> None:
         """The rank leaves in good order."""
-        self._group = None
-        self.words = ""
+        self._group = self._script = None
+        self.words = self.note = ""
         if sys.excepthook is self:
             sys.excepthook = self._before
+        if sys.unraisablehook == self._on_unraisable:
+            sys.unraisablehook = self._unraisable
 
     def look_for_exit(self, directory: Path | None, code: str = "") -> None:
         """Python calls no hook for ``sys.exit``: where one was noted, by the launcher's shim or by us, report it."""
@@ -45,11 +55,21 @@ class Farewell:
                 self._group.end(self.words, leaving=True)
         if self._group is None or self.words or directory is None:
             return
+        if not self.note and self._script is not None and (site := exits.left_by_exception(self._script)):
+            # An excepthook was called for any other exception. Its code is known to nobody before the process ends.
+            self.note = f"SystemExit at {site}"
+            error_file.write("SystemExit", f"SystemExit, which left the script at {site}. The exit code is its code.")
         own = [said for said in words.read_all(directory) if said.pid == os.getpid() and said.kind == "SystemExit"]
         if own and not own[0].follows:
             self.words = f"it left with sys.exit({own[0].message}), at {own[0].line}"
             with contextlib.suppress(RuntimeError, TopologyError):
                 self._group.end(self.words, leaving=True)
+
+    def _on_unraisable(self, raised: Any) -> None:
+        """Python prints what an atexit callback raises, and exits as if nothing had happened."""
+        if "atexit" in (raised.err_msg or ""):
+            self.note = f"an atexit callback raised {raised.exc_type.__name__}: {first_line(raised.exc_value or '')}"
+        self._unraisable(raised)
 
     def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         """As an excepthook is called."""

@@ -39,7 +39,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from lockstep.blackbox.box import NoBox
 from lockstep.config import env
 from lockstep.errors import PeerFailure, TopologyError
-from lockstep.guard.dead_peers import describe, find_dead
+from lockstep.guard.dead_peers import describe, describe_left, find_dead, find_left
 from lockstep.rundir.ranks import name_ranks
 from lockstep.topology import arrival, sockets, threads
 from lockstep.topology.cause import Cause, Waker
@@ -294,6 +294,13 @@ class Group:
                 f"died ({first}).\n{describe(dead)}",
                 rank=dead[0].rank,
             )
+        left = find_left(self.boxes, self.rank)
+        if left:
+            return PeerFailure(
+                f"While {doing}, rank {self.rank} lost the connection to {name_ranks(box.rank for box in left)}, which "
+                f"came to the end of the script.\n{describe_left(left)}",
+                rank=left[0].rank,
+            )
         return PeerFailure(
             f"While {doing}, rank {self.rank} lost the connection to another rank ({first}). "
             "That rank's own output tells why it went away."
@@ -309,14 +316,17 @@ class Group:
         return self.cause.rank != self.rank and self.disturbed
 
     def dead_behind(self, error: BaseException) -> str:
-        """After a broken connection in one of torch's own calls: the ranks of this node that died, described."""
+        """After a broken connection in one of torch's own calls: ranks of this node that died or left, described."""
         dead = find_dead(self.boxes, self.rank) if _is_broken(error) else []
-        return describe(dead) if dead else ""
+        left = find_left(self.boxes, self.rank) if _is_broken(error) and not dead and self.cause is None else []
+        return describe(dead) if dead else describe_left(left, "backward") if left else ""
 
     def _await_cause(self) -> None:
         """A connection breaks a moment before the reason for it is known: give it that moment."""
         deadline = time.monotonic() + CAUSE_PATIENCE
         while self.cause is None and time.monotonic() < deadline:
+            if find_left(self.boxes, self.rank):
+                return  # a rank that failed tells the others first: from one that has closed its box nothing will come
             time.sleep(0.01)
 
     # --- leaving -----------------------------------------------------------------------------------------------

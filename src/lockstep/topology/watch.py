@@ -141,8 +141,8 @@ class Watch:
                 self._store = self._group.store.clone()  # type: ignore[attr-defined]
             self._store.set(REMOTE.format(rank=self._topology.rank), f"{generation} {entered} {words}")
 
-    def close(self, failed: str = "") -> None:
-        """The rank leaves the job: in good order, or with this exception."""
+    def close(self, failed: str = "", note: str = "") -> None:
+        """The rank leaves the job: in good order, of which ``note`` says more, or with this exception."""
         if self._watcher is not None:
             self._watcher.close()
         self._reporter.stop()
@@ -153,7 +153,7 @@ class Watch:
         if self._stacks is not None:
             faulthandler.unregister(signal.SIGUSR2)
             self._stacks.close()
-        self._group.box.close("failed" if failed else "finished", failed)
+        self._group.box.close("failed" if failed else "finished", failed or note)
         self._group.clock = None
 
 
