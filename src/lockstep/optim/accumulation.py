@@ -61,11 +61,16 @@ class Accumulation:
         self._item_scale: float | None = None
         self._shared: tuple[float, float] | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accumulation:
+        return self  # a part of the accelerator, of which there are no copies: a copied optimizer keeps its time
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "optimizers"}  # weak ones cannot go
+        # Loaders that are being iterated, and weak references, cannot be pickled.
+        return {name: value for name, value in self.__dict__.items() if name not in ("loaders", "optimizers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, optimizers=weakref.WeakSet())
+        self.__dict__.update(state, loaders=[], optimizers=weakref.WeakSet())
+        self.reset()  # nobody goes on with the window that was open
 
     @property
     def active_loader(self) -> Loader | None:

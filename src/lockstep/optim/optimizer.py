@@ -53,14 +53,17 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = False
         """Whether the last update was dropped: because of an fp16 overflow, or by ``nan_policy="skip"``."""
         self._accumulation = accumulation
-        accumulation.optimizers.add(optimizer)
         self._scaler = scaler
         self._announce = announce
         self._gate = gate
         self._stepped = stepped
         self._clears_plainly = getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad
-        if scaler is not None:
-            scaler.watch(optimizer)
+        self._register()
+
+    def _register(self) -> None:
+        self._accumulation.optimizers.add(self.optimizer)
+        if self._scaler is not None:
+            self._scaler.watch(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, if an update is due."""
@@ -159,6 +162,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._register()
 
     def __repr__(self) -> str:
         return f"Prepared {self.optimizer!r}"

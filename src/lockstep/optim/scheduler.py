@@ -93,5 +93,11 @@ class PreparedScheduler:
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_announce": None}  # leads to the accelerator, which a copy has no use for
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
     def __repr__(self) -> str:
         return f"Prepared {self.scheduler!r}"

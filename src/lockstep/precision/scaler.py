@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,8 +22,19 @@ class LossScaler:
 
     def __init__(self, device_type: str, options: GradScalerKwargs) -> None:
         self._scaler = torch.amp.GradScaler(device_type, **options.to_kwargs())
-        self._watched: dict[int, bool] = {}
+        self._watched: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+        """Optimizer -> whether it really stepped. Weak: one that is made later may get the id of one that is gone."""
         self._stepped: set[int] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LossScaler:
+        return self  # there is one scale in force, and a copied optimizer's gradients have it, too
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.flush()
+        return {"_scaler": self._scaler}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _watched=WeakKeyDictionary(), _stepped=set())
 
     @property
     def torch_scaler(self) -> torch.amp.GradScaler:
@@ -32,10 +44,9 @@ class LossScaler:
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Learn from now on whether the optimizer really stepped."""
-        key = id(optimizer)
-        if key not in self._watched:
-            self._watched[key] = False
-            optimizer.register_step_post_hook(lambda *_: self._watched.__setitem__(key, True))
+        if optimizer not in self._watched:
+            self._watched[optimizer] = False
+            optimizer.register_step_post_hook(lambda stepped, *_: self._watched.__setitem__(stepped, True))
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss, scaled."""
@@ -54,12 +65,12 @@ class LossScaler:
         """Update the parameters unless a gradient overflowed; whether they were."""
         if id(optimizer) in self._stepped:
             self.flush()
-        self._watched[id(optimizer)] = False
+        self._watched[optimizer] = False
         self._scaler.step(optimizer) if closure is None else self._scaler.step(optimizer, closure=closure)
         self._stepped.add(id(optimizer))
         if len(self._stepped) >= len(self._watched):
             self.flush()
-        return self._watched[id(optimizer)]
+        return self._watched[optimizer]
 
     def flush(self) -> None:
         """Let torch adjust the scale after the steps that were taken."""

@@ -25,6 +25,12 @@ class Strategy(Protocol):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Called on: all ranks. The model, ready to be trained."""
 
+    def fits(self, model: nn.Module) -> bool:
+        """Whether a prepared model is still trained as it was when it was prepared."""
+
+    def replaced(self, model: nn.Module) -> None:
+        """Note that the model inside this wrapper was prepared again."""
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None] | None:
         """A region in which backward leaves the gradients on this rank; None where there is nothing to hold back."""
 

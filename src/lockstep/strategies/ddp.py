@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,21 +25,14 @@ from lockstep.optim.accumulation import Accumulation
 from lockstep.strategies.averaging import average_gradients
 from lockstep.strategies.joining import Stateful, check_joinables, joined
 from lockstep.strategies.reductions import Reductions
+from lockstep.strategies.replica import BUFFER_OPTION, untraced
 from lockstep.strategies.replica import DistributedDataParallel as Replica
-from lockstep.strategies.replica import untraced
+from lockstep.strategies.trained_parameters import TrainedParameters
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
 _SYNC_BYTES = 32 << 20
 """Parameters are sent from rank 0 in pieces of about this size."""
-
-
-_BUFFER_OPTION = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
-"""The name that this version of torch has for it."""
 
 
 class DDP:
@@ -60,18 +52,25 @@ class DDP:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Called on: all ranks. The model, with rank 0's weights, averaging its gradients over all ranks."""
-        if isinstance(model, DistributedDataParallel):
+        # Nothing to average, and torch would refuse a model without a parameter to train.
+        if isinstance(model, DistributedDataParallel) or not any(item.requires_grad for item in model.parameters()):
+            self._reductions.add_other(model)
             return model
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            return model  # nothing to average; torch would refuse it
         _check_same_model(self._group, model)
         options = self._options
         on_host = self._topology.device.type == "cpu"
-        buffers: dict[str, Any] = {_BUFFER_OPTION: options.broadcast_buffers and not on_host}
+        buffers: dict[str, Any] = {BUFFER_OPTION: options.broadcast_buffers and not on_host}
         _send_weights(self._group, model, options.broadcast_buffers)
         wrapped = Replica(
             model,
-            self._reductions.new(),
+            self._reductions.new(
+                TrainedParameters(
+                    model,
+                    getattr(model, "_ddp_params_and_buffers_to_ignore", ()),
+                    waits=options.static_graph or not options.find_unused_parameters,
+                    learns=options.static_graph,
+                )
+            ),
             device_ids=None if on_host else [self._topology.device],
             process_group=self._group.pg,
             init_sync=False,  # done above, in a way that can be left and that names what differs
@@ -88,8 +87,16 @@ class DDP:
         if on_host and not wrapped._comm_hooks:
             self._meet_after_backward(wrapped)
         if on_host and options.broadcast_buffers and next(model.buffers(), None) is not None:
-            wrapped.register_forward_pre_hook(self._share_buffers)
+            wrapped.share_buffers_with(self._share_buffers)
         return wrapped
+
+    def fits(self, model: nn.Module) -> bool:
+        """Whether a prepared model is still trained as it was when it was prepared."""
+        return self._reductions.fits(model)
+
+    def replaced(self, model: nn.Module) -> None:
+        """Note that the model inside this wrapper was prepared again."""
+        self._reductions.replaced(model)
 
     def enter_backward(self, loss: Any, batch: int) -> int | None:
         """Note that a backward begins, if it reduces gradients; so many steps of optimizers must have come before."""
@@ -107,10 +114,10 @@ class DDP:
         """Called on: all ranks. Count anew: all have the same weights now."""
         self._reductions.restart()
 
-    def _share_buffers(self, wrapped: nn.Module, _: Any) -> None:
+    def _share_buffers(self, wrapped: nn.Module) -> None:
         """Give every rank rank 0's buffers before a forward, when DDP would, but in a way that can be left."""
         if torch.compiler.is_compiling():
-            untraced(self._share_buffers, wrapped, None)
+            untraced(self._share_buffers, wrapped)
         elif wrapped.require_forward_param_sync and not _in_join(wrapped):
             leaves, signature = trees.flatten(list(wrapped.module.buffers()))  # type: ignore[union-attr]
             self._group.check("sharing buffers")
@@ -221,7 +228,7 @@ class DDP:
             # A rank that is out of batches runs no backward: what follows the first one must not depend on that.
             if on_host and isinstance(item, DistributedDataParallel) and not item._comm_hooks:
                 self._hook(item, armed=True)
-        buffers = _BUFFER_OPTION if on_host and self._options.broadcast_buffers else None
+        buffers = BUFFER_OPTION if on_host and self._options.broadcast_buffers else None
         # Inside, ranks may do different numbers of things: all of it counts as one.
         number = self._group.box.enter("join_uneven_inputs", None, 2)
         self._reductions.uneven = True
@@ -253,7 +260,7 @@ class DDP:
                 if wrapped._check_sync_bufs_pre_fwd():
                     wrapped._sync_buffers()
             elif self._options.broadcast_buffers and next(wrapped.module.buffers(), None) is not None:
-                self._share_buffers(wrapped, None)
+                self._share_buffers(wrapped)
 
     def average(self, models: Sequence[nn.Module]) -> None:
         """Called on: all ranks. Average the gradients that backwards under ``no_sync`` have left."""
@@ -417,7 +424,7 @@ def _compression(group: Group, options: DistributedDataParallelKwargs) -> tuple[
 
 def _check_same_model(group: Group, model: nn.Module) -> None:
     """Called on: all ranks. Raise on all when the ranks' models differ, naming the first difference."""
-    mine = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(model)]
+    mine = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in _tensors(model)]
     everyone = all_objects(group, mine, "comparing models")
     for rank, theirs in enumerate(everyone):
         if theirs == everyone[0]:
@@ -426,11 +433,16 @@ def _check_same_model(group: Group, model: nn.Module) -> None:
         if ours is None:
             what = f"rank 0 has {len(everyone[0])} parameters and buffers, rank {rank} has {len(theirs)}"
         else:
-            (name, shape, dtype), (other, other_shape, other_dtype) = ours
-            what = f"rank 0 has {name} {list(shape)} {dtype}, rank {rank} has {other} {list(other_shape)} {other_dtype}"
+            here, there = (_spell(*item, frozen=ours[0][:3] == ours[1][:3]) for item in ours)
+            what = f"rank 0 has {here}, rank {rank} has {there}"
         raise DistributedOperationException(
             f"The model passed to prepare differs between ranks: {what}. Build the same model on every rank."
         )
+
+
+def _spell(name: str, shape: tuple[int, ...], dtype: str, trained: bool, *, frozen: bool) -> str:
+    """A tensor in words; ``frozen``: say whether it is, as the ranks' differ in nothing else."""
+    return f"{name} {list(shape)} {dtype}" + ((", trained" if trained else ", frozen") if frozen else "")
 
 
 def _send_weights(group: Group, model: nn.Module, buffers: bool) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import sys
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.blackbox import sites
 from lockstep.checkpoint.methods import SavesState
+from lockstep.checkpoint.wrappers import inner_model
 from lockstep.comm import rng
 from lockstep.comm.view import ProcessView
 from lockstep.config.choices import RNGType, SchedulerUnit
@@ -61,7 +63,8 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
     def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
         """Called on: all ranks. Make models, optimizers, loaders and schedulers ready, in the order given.
 
-        Other objects come back as they are, and so does what this accelerator has prepared before.
+        Other objects come back as they are, and so does what this accelerator has prepared before, unless a model's
+        parameters have changed since.
         """
         places = [None] * len(args) if device_placement is None else device_placement
         if len(places) != len(args):
@@ -83,12 +86,17 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Called on: all ranks. One model, on its device, in its precision, averaging gradients over the ranks."""
-        if self._known(model, self._models):
-            return model
-        for prepared in self._models:
-            if self._strategy.unwrap(prepared) is model:
-                return prepared
+        """Called on: all ranks. One model, on its device, in its precision, averaging gradients over the ranks.
+
+        One that was prepared before is wrapped anew when its parameters have changed, or which of them are trained.
+        """
+        earlier = self._find_prepared(model)
+        if earlier is not None:
+            if evaluation_mode:
+                return model  # as it came: a model out of its wrapper computes alone
+            if self._strategy.fits(earlier):
+                return earlier
+            model = self._strategy.unwrap(model)
         place = self.device_placement if device_placement is None else device_placement
         if unwrapping.spans_devices(model):
             if self.use_distributed and not evaluation_mode:
@@ -103,9 +111,30 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
             model = self._strategy.wrap(model)
         compile_model(model, self._settings.dynamo)
         model.__dict__[_OWNER] = self._number
+        if earlier is None:
+            self._models.append(model)
+        else:
+            self._replace_model(earlier, model)
         self._watch_model(model, trained=not evaluation_mode)
-        self._models.append(model)
         return model
+
+    def _find_prepared(self, model: nn.Module) -> nn.Module | None:
+        """What this accelerator has made of the same model before, or of one that ``torch.compile`` was put around."""
+        inner = self._strategy.unwrap(model)
+        for prepared in self._models:
+            if self._strategy.unwrap(prepared) is inner:
+                return prepared
+        self._known(model, self._models)
+        same = (item for item in self._models if inner_model(item) is inner_model(model))
+        return next((item for item in same if not self._strategy.fits(item)), None)
+
+    def _replace_model(self, earlier: nn.Module, model: nn.Module) -> None:
+        """Put a model that was prepared again in the place of its old wrapper: checkpoints go by the order."""
+        self._watch_only([item for item in self._models if item is not earlier])
+        self._models[:] = [model if item is earlier else item for item in self._models]
+        if model is not earlier:
+            self._strategy.replaced(earlier)
+            self._given_up = WeakSet((*self._given_up, earlier))
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None

@@ -13,14 +13,17 @@ from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.blackbox.layout import OPTIMIZER_STEPS
 from lockstep.comm.replicas import checksums
+from lockstep.logging import get_notices
 from lockstep.strategies.replica import DistributedDataParallel as Replica
 from lockstep.strategies.replica import Reduction
 from lockstep.strategies.replica_check import ReplicaCheck
+from lockstep.strategies.trained_parameters import TrainedParameters
 from lockstep.topology.group import Group
 
 
@@ -31,7 +34,12 @@ class Reductions:
         self._group = group
         self._replicas: WeakValueDictionary[int, Replica] = WeakValueDictionary()
         self._numbers = count()
-        self._owners: dict[int, weakref.ref[Replica]] = {}
+        self._owners: dict[int, list[weakref.ref[Replica]]] = {}
+        """id of a parameter -> its models: one that was prepared again may still be used in its old wrapper."""
+        self._others: WeakKeyDictionary[nn.Module, TrainedParameters] = WeakKeyDictionary()
+        """Prepared models that are not replicas of ours: without a parameter to train, or in a DDP of the script's."""
+        self._suspects: list[Replica] = []
+        """Models with parameters that were changed, and whose gradients are looked at when an optimizer steps."""
         self.uneven = False
         """Whether ranks may make different numbers of steps at present."""
         self._owned: WeakKeyDictionary[Any, tuple[int, list[Reduction]]] = WeakKeyDictionary()
@@ -41,17 +49,41 @@ class Reductions:
         self._count = 0
         self._check = ReplicaCheck(group)
 
-    def new(self) -> Reduction:
+    def new(self, trained: TrainedParameters) -> Reduction:
         """The state of a model that is going to be added."""
-        return Reduction(lambda: self._group.box)
+        return Reduction(lambda: self._group.box, trained)
 
     def add(self, replica: Replica) -> None:
         """Know a model by its parameters."""
         self._replicas[next(self._numbers)] = replica
+        self._others.pop(replica.module, None)
         self._owned.clear()
         owner = weakref.ref(replica)
         for parameter in replica.parameters():
-            self._owners[id(parameter)] = owner
+            others = [other for other in self._owners.get(id(parameter), ()) if other() is not None]
+            self._owners[id(parameter)] = [owner, *others]
+
+    def add_other(self, model: nn.Module) -> None:
+        """Know a model that has nothing to average, or that the script has wrapped itself."""
+        if isinstance(model, DistributedDataParallel):
+            ignored = [f"module.{name}" for name in model.parameters_to_ignore]
+            self._others[model] = TrainedParameters(model, ignored, waits=not model.find_unused_parameters)
+        else:
+            self._others[model] = TrainedParameters(model, waits=False)
+
+    def fits(self, model: nn.Module) -> bool:
+        """Whether a prepared model is still trained as it was when it was prepared."""
+        if isinstance(model, Replica):
+            return model.reduction.trained.fits(model.module)
+        trained = self._others.get(model)
+        return trained is not None and trained.fits(model)
+
+    def replaced(self, model: nn.Module) -> None:
+        """The model inside was prepared again; whoever holds the old wrapper can still use it."""
+        if isinstance(model, Replica):
+            model.reduction.replaced = True
+        else:
+            self._others.pop(model, None)
 
     def enter(self, loss: Any, batch: int) -> int | None:
         """A backward begins. If it reduces gradients, it is a collective: its number, for ``Box.leave``.
@@ -61,7 +93,14 @@ class Reductions:
         Known before any gradient is: a loss reduces when its graph reaches a parameter of a model whose forward has
         prepared it.
         """
-        reached = self._reached(loss) if any(model.reduction.expected for model in self._replicas.values()) else None
+        expected = [model for model in self._replicas.values() if model.reduction.expected]
+        self._suspects = [model for model in expected if model.reduction.trained.may_differ]
+        for model in self._suspects:
+            _report(model.reduction.trained.describe(model.module, loss, self._averages))
+        for other, trained in list(self._others.items()) if self._others else ():
+            if trained.may_differ and getattr(other, "require_backward_grad_sync", True):
+                _report(trained.describe(other, loss, self._averages))
+        reached = self._reached(loss) if expected else None
         if reached is None:
             holds_back = any(model.reduction.held_back for model in self._replicas.values())
             return -1 if holds_back or not self._replicas else None
@@ -85,10 +124,19 @@ class Reductions:
         owned = self._of(optimizer)
         if not owned:
             return
-        for reduction in owned:
-            if reduction.expected:  # a loss.backward() of the script's own reduces as well, and is not seen
-                reduction.expected = False
-                reduction.count += 1
+        # A loss.backward() of the script's own reduces as well, and is not seen.
+        unseen = [reduction for reduction in owned if reduction.expected]
+        if unseen:
+            self._suspects += [
+                model
+                for model in self._replicas.values()
+                if model.reduction in unseen and model.reduction.trained.may_differ
+            ]
+        for reduction in unseen:
+            reduction.expected = False
+            reduction.count += 1
+        if self._suspects:
+            self._report_suspects()
         used = sum(reduction.count for reduction in owned)
         if used != self._used.get(optimizer, 0):
             self._used[optimizer] = used
@@ -99,6 +147,21 @@ class Reductions:
         else:
             for reduction in owned:
                 reduction.local = True
+
+    def _report_suspects(self) -> None:
+        """Report gradients that were not averaged and that no graph showed, as with activation checkpointing."""
+        for model in self._suspects:
+            trained = model.reduction.trained
+            _report(
+                trained.describe_local(model.module, lambda item: item.grad is not None and not self._averages(item))
+            )
+        self._suspects = []
+
+    def _has_own_gradient(self, parameter: Tensor) -> bool:
+        return parameter.grad is not None and not self._averages(parameter)
+
+    def _averages(self, parameter: Tensor) -> bool:
+        return any(model.reduction.trained.averages(parameter) for model in self._models_of(parameter))
 
     def restart(self) -> None:
         """All ranks have been given the same weights, and no backward of a forward before this will come."""
@@ -121,7 +184,11 @@ class Reductions:
 
     def _equal(self) -> list[tuple[str, Tensor]]:
         """Parameters that every rank updates alike: what torch reduces, unless steps were made without."""
-        models = [replica for replica in self._replicas.values() if replica.reduction.is_replica]
+        models = [
+            replica
+            for replica in self._replicas.values()
+            if replica.reduction.is_replica and not replica.reduction.replaced
+        ]
         return [
             (f"{place}.{name}" if len(models) > 1 else name, parameter)
             for place, model in enumerate(models)
@@ -138,13 +205,15 @@ class Reductions:
         found = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                owner = self._owners.get(id(parameter))
-                replica = owner() if owner is not None else None
-                if replica is not None:
+                for replica in self._models_of(parameter):
                     found[id(replica)] = replica.reduction
                     replica.reduction.owned = True
         self._owned[optimizer] = size, list(found.values())
         return list(found.values())
+
+    def _models_of(self, parameter: Tensor) -> list[Replica]:
+        found = (owner() for owner in self._owners.get(id(parameter), ()))
+        return [replica for replica in found if replica is not None]
 
     def _reached(self, loss: Any) -> Reduction | None:
         """A model whose gradients the backward of this loss reduces. Breadth first: a parameter is never far."""
@@ -155,10 +224,9 @@ class Reductions:
         while nodes:
             node = nodes.popleft()
             if type(node).__name__ == "AccumulateGrad":
-                owner = self._owners.get(id(node.variable))  # type: ignore[attr-defined]
-                replica = owner() if owner is not None else None
-                if replica is not None and replica.reduction.expected:
-                    return replica.reduction
+                for replica in self._models_of(node.variable):  # type: ignore[attr-defined]
+                    if replica.reduction.expected:
+                        return replica.reduction
                 continue
             opaque = opaque or isinstance(node, BackwardCFunction)
             for following, _ in node.next_functions:
@@ -169,3 +237,8 @@ class Reductions:
             return None
         # A function of the user's, or activation checkpointing, may run a part of the model in its own backward.
         return next((model.reduction for model in self._replicas.values() if model.reduction.expected), None)
+
+
+def _report(text: str | None) -> None:
+    if text is not None:
+        get_notices("lockstep.prepare").warning(text)

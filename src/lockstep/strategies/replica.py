@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import inspect
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,9 +16,16 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.blackbox.box import NoBox
 from lockstep.comm.profiled import being_profiled, is_as_known
+from lockstep.strategies.trained_parameters import TrainedParameters
 
 Note = Callable[[nn.Module, Any, Any], None]
-_OWN = ("reduction", "_notes", "_pre_forward")
+_OWN = ("reduction", "_notes", "_pre_forward", "_share_buffers")
+BUFFER_OPTION = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(parallel.DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+"""The name that this version of torch has for sharing buffers."""
 _SHORT = is_as_known(
     parallel.DistributedDataParallel.forward,
     "_pre_forward",
@@ -41,11 +49,15 @@ def untraced(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class Reduction:
     """Where one model stands between a forward and the optimizer step that follows."""
 
-    __slots__ = ("box", "count", "expected", "held_back", "local", "owned")
+    __slots__ = ("box", "count", "expected", "held_back", "local", "owned", "replaced", "trained")
 
-    def __init__(self, box: Callable[[], NoBox]) -> None:
+    def __init__(self, box: Callable[[], NoBox], trained: TrainedParameters) -> None:
         self.box = box
         """The rank's black box."""
+        self.trained = trained
+        """The parameters whose gradients are reduced."""
+        self.replaced = False
+        """Whether the model was prepared again. Whoever still holds this wrapper can use it."""
         self.expected = False
         """Whether a forward has told torch to reduce gradients in the backward that reaches this model next."""
         self.count = 0
@@ -74,9 +86,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         super().__init__(model, **options)
         self.reduction = reduction
         self._notes: OrderedDict[int, Note] = OrderedDict()
+        self._share_buffers: Callable[[nn.Module], None] | None = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's."""
+        if self._share_buffers is not None:
+            self._share_buffers(self)
         graded = torch.is_grad_enabled()
         reduces = graded and self.require_backward_grad_sync
         if graded:
@@ -100,6 +115,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             return self._post_forward(run(*inputs, **kwargs))
         finally:
             box.phase("")
+
+    def share_buffers_with(self, share: Callable[[nn.Module], None]) -> None:
+        """Have this called before each forward, in place of what torch does to share buffers."""
+        self._share_buffers = share
 
     def note_forwards(self, note: Note) -> RemovableHandle:
         """Have the model and what it is called with told before each forward that is trained on."""
@@ -131,6 +150,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.__dict__["_pre_forward"] = around  # in place of the method, and not around it: this is for one call
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A copy is nobody's replica, and a saved one can be loaded where Lockstep is not installed.
+        # A copy is torch's own, nobody's replica, and a saved one can be loaded where Lockstep is not installed.
         state = {name: value for name, value in self.__getstate__().items() if name not in _OWN}
+        state["_comm_hooks"] = []  # they belong to the reducer, and a copy makes its own
+        if self._share_buffers is not None:
+            state[BUFFER_OPTION] = state["broadcast_buffers"] = True
         return copyreg._reconstructor, (parallel.DistributedDataParallel, object, None), state  # type: ignore[attr-defined]

@@ -15,6 +15,13 @@ class Single:
         """The model itself."""
         return model
 
+    def fits(self, model: nn.Module) -> bool:
+        """It is used as it is."""
+        return True
+
+    def replaced(self, model: nn.Module) -> None:
+        """There is no wrapper."""
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None] | None:
         """None: there is no synchronisation to hold back."""
         return None
