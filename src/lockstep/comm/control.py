@@ -49,7 +49,8 @@ def print_here(topology: Topology, *args: Any, **kwargs: Any) -> None:
     if topology.is_local_main:
         print(*args, **kwargs)
         if kwargs.get("file") in (None, sys.stdout):
-            sys.stdout.flush()
+            # What stands in for stdout may have no flush, and there may be no stdout at all.
+            getattr(sys.stdout, "flush", lambda: None)()
 
 
 def share(inputs: Any, topology: Topology, apply_padding: bool = False) -> Any:

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -80,7 +81,8 @@ class Reporter:
                     traceback.print_exc()
             if self._is_stopped():
                 self._before_stop()
-                sys.stderr.flush()
+                with suppress(OSError, ValueError, AttributeError):  # stderr is closed, or nobody reads it
+                    sys.stderr.flush()
                 os._exit(STOPPED)
 
     def look(self) -> None:

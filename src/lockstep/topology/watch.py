@@ -194,8 +194,9 @@ def _watcher(topology: Topology, directory: RunDirectory, job: str, before_stop:
     """For a job that another launcher started: local rank 0 watches over the ranks of its machine."""
 
     def tell(text: str) -> None:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+        with suppress(OSError, ValueError, AttributeError):  # stderr is closed, or nobody reads it
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
 
     def stop(found: Found) -> None:
         tell(found.text)

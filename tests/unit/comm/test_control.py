@@ -107,3 +107,18 @@ def test_printing_is_for_the_first_of_a_machine(capsys: pytest.CaptureFixture[st
         )
         print_here(topology, rank, "here", sep="-")
     assert capsys.readouterr().out == "0-here\n2-here\n"
+
+
+def test_what_stands_in_for_stdout_needs_no_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kept:
+        text = ""
+
+        def write(self, text: str) -> None:
+            self.text += text
+
+    kept = Kept()
+    monkeypatch.setattr("sys.stdout", kept)
+    print_here(place(0, 1), "here")
+    assert kept.text == "here\n"
+    monkeypatch.setattr("sys.stdout", None)
+    print_here(place(0, 1), "nowhere")
