@@ -27,7 +27,8 @@ skip_first_batches synchronize_rng_states tqdm
 """.split()  # noqa: SIM905
 
 OPERATIONS = """
-DistributedOperationException broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32
+CannotPadNestedTensorWarning DistributedOperationException broadcast broadcast_object_list
+concatenate convert_outputs_to_fp32 convert_to_fp32
 find_batch_size gather gather_object pad_across_processes recursively_apply reduce send_to_device slice_tensors
 """.split()  # noqa: SIM905
 
@@ -75,6 +76,27 @@ def test_utils() -> None:
             assert not getattr(getattr(module, name), "__module__", "").startswith("lockstep.utils")
     for name in ("DistributedType", "ProjectConfiguration", "set_seed", "tqdm", "wait_for_everyone"):
         assert name in lockstep.utils.__all__
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "data_loader",
+        "launchers",
+        "optimizer",
+        "scheduler",
+        "utils.dataclasses",
+        "utils.memory",
+        "utils.modeling",
+        "utils.random",
+    ],
+)
+def test_further_import_places_have_only_what_lives_elsewhere(path: str) -> None:
+    module = importlib.import_module(f"lockstep.{path}")
+    assert module.__all__ == sorted(set(module.__all__))
+    for name in module.__all__:
+        assert getattr(module, name).__module__ != module.__name__
+        assert not getattr(module, name).__module__.startswith("lockstep.utils")
 
 
 def test_reduce_has_two_defaults() -> None:

@@ -225,7 +225,10 @@ def slice_tensors(data: Any, tensor_slice: Any) -> Any:
 
 
 def concatenate(data: list[Any], dim: int = 0) -> Any:
-    """One structure from several of the same form: tensors joined along ``dim``, zero-dimensional ones stacked."""
+    """One structure from several of the same form: tensors joined along ``dim``, zero-dimensional ones stacked.
+
+    Something else than a tensor cannot be joined; a single one is given back.
+    """
     if not data:
         raise ValueError("concatenate got an empty list; there is no structure to join.")
     first = data[0]
@@ -233,6 +236,8 @@ def concatenate(data: list[Any], dim: int = 0) -> Any:
     if kind == "tensor":
         return torch.stack(data) if first.ndim == 0 else torch.cat(data, dim=dim)
     if kind == "leaf":
+        if len(data) == 1:
+            return first
         raise TypeError(f"concatenate takes nested tuples, lists and mappings of tensors, not {type(first).__name__}.")
     keys, _ = parts(first, kind)
     columns = zip(*(parts(item, kind)[1] for item in data), strict=True)

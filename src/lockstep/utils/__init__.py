@@ -13,6 +13,7 @@ from lockstep.comm.free import (
     reduce,
     wait_for_everyone,
 )
+from lockstep.comm.nested import CannotPadNestedTensorWarning
 from lockstep.comm.rng import set_seed, synchronize_rng_state, synchronize_rng_states
 from lockstep.comm.trees import concatenate, find_batch_size, recursively_apply, send_to_device, slice_tensors
 from lockstep.config.choices import (
@@ -45,6 +46,7 @@ from lockstep.strategies.unwrapping import extract_model_from_parallel
 
 __all__ = [
     "AutocastKwargs",
+    "CannotPadNestedTensorWarning",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",

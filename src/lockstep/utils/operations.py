@@ -8,11 +8,13 @@ from lockstep.comm.free import (
     pad_across_processes,
     reduce,
 )
+from lockstep.comm.nested import CannotPadNestedTensorWarning
 from lockstep.comm.trees import concatenate, find_batch_size, recursively_apply, send_to_device, slice_tensors
 from lockstep.errors import DistributedOperationException
 from lockstep.precision.mixed import convert_outputs_to_fp32, convert_to_fp32
 
 __all__ = [
+    "CannotPadNestedTensorWarning",
     "DistributedOperationException",
     "broadcast",
     "broadcast_object_list",
