@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lockstep.checkpoint.wrappers import inner_model
 from lockstep.precision import mixed
@@ -42,6 +43,8 @@ def unwrap(model: nn.Module, strategy: _Unwraps, keep_fp32_wrapper: bool, keep_t
     compiled = getattr(model, "_orig_mod", None)
     outer = model if compiled is None else compiled
     inner = strategy.unwrap(outer)
+    while isinstance(inner, (DataParallel, DistributedDataParallel)):  # of the script's own
+        inner = inner.module
     if not keep_fp32_wrapper:
         mixed.unwrap(inner)
     if not keep_torch_compile:

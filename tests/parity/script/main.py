@@ -12,6 +12,7 @@ from pathlib import Path
 import collectives
 import data
 import facts
+import models
 import notes
 import training
 from accelerate import Accelerator
@@ -28,6 +29,7 @@ def main() -> None:
         **collectives.scenarios(),
         **data.scenarios(),
         **training.scenarios(options),
+        **models.scenarios(),
     }.items():
         seen[name] = notes.attempt(scenario)
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(seen))
