@@ -100,7 +100,8 @@ def _level(value: str | int, name: str) -> int:
 class MultiProcessAdapter(_Adapter):
     """A logger that knows which process it is in.
 
-    Every logging method takes two more arguments:
+    ``stacklevel`` counts as in Accelerate: 2 is the line that logs, 3 the one that has called it. Every logging method
+    takes two more arguments:
 
     main_process_only (default True): only rank 0 logs.
     in_order (default False): with ``main_process_only=False``, the ranks' lines appear in the order of the ranks.
@@ -117,7 +118,7 @@ class MultiProcessAdapter(_Adapter):
         if main_process_only and place.rank != 0:
             return
         caller, between = _caller()
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + between
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 2) - 1 + between  # Accelerate counts its own method as 1
         msg, passed = self.process(msg, kwargs)
         _ensure_handler(self.logger)
         if main_process_only or not in_order or place.world_size == 1:

@@ -191,14 +191,19 @@ def test_records_point_at_the_callers_line(name: str, caplog: pytest.LogCaptureF
     assert {record.pathname for record in caplog.records} == {__file__}
 
 
-def test_stacklevel_goes_on_from_the_caller(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_stacklevel_counts_as_in_accelerate(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """tests/parity/test_models.py compares it."""
     logger = get_logger(name)
 
     def helper() -> None:
-        logger.error("from the caller of the helper", stacklevel=2)
+        logger.error("from the helper", stacklevel=2)
+        logger.error("from the caller of the helper", stacklevel=3)
+        logger.warning_once("from the caller of the helper, once", stacklevel=3)
 
     helper()
-    assert caplog.records[0].lineno == line_here() - 1
+    assert caplog.records[1].lineno == line_here() - 1
+    here = "test_stacklevel_counts_as_in_accelerate"
+    assert [record.funcName for record in caplog.records] == ["helper", here, here]
 
 
 # ---------------------------------------------------------------- the handler of last resort
