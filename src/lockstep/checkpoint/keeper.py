@@ -41,7 +41,7 @@ class Keeper:
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self._background = Background()
-        self._was_alone = False
+        self._was_alone = self._argument_reported = False
 
     def before_save(self, hook: SaveHook) -> RemovableHandle:
         """Have it called before each save."""
@@ -67,6 +67,12 @@ class Keeper:
             site = Site(topology=owner._topology, disk=self.disk, wish=wish)
             talk = save_rendezvous.by_one if alone else exchange.by_collective(group)
             save.begin(site, talk)
+            if output_dir is not None and project.automatic_checkpoint_naming and not self._argument_reported:
+                self._argument_reported = True
+                get_notices("lockstep.checkpoint").warning(
+                    f"save_state({os.fspath(output_dir)!r}) saves to {site.place}: automatic_checkpoint_naming=True "
+                    "names the folders, and the argument is not used. Leave out one of the two."
+                )
             mark = self._mark()
             content, failure = Content(), None
             try:

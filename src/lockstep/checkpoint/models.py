@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint import safe_file, weights
-from lockstep.checkpoint.sharing import clean_state_dict_for_safetensors
+from lockstep.checkpoint.sharing import clean_state_dict_for_safetensors, tied_names
 from lockstep.checkpoint.sink import PLAIN
 from lockstep.checkpoint.sizes import shard_size
 from lockstep.errors import CheckpointError
+from lockstep.logging import get_notices
 from lockstep.topology import current
 
 
@@ -51,6 +52,11 @@ def _write(obj: Any, file: Any, safe_serialization: bool) -> None:
     if not isinstance(obj, Mapping):
         raise CheckpointError(
             f"safe_serialization=True writes state dicts: tensors by name. This is a {type(obj).__name__}."
+        )
+    for kept, *others in tied_names(obj):
+        get_notices("lockstep.checkpoint").warning(
+            f"save: {', '.join(others)} and {kept} are the same tensor, and a safetensors file has it under one name: "
+            f"{kept}. A model that ties them gets it back; for another one, save clones."
         )
     safe_file.write_to(clean_state_dict_for_safetensors(obj), file)
 

@@ -377,3 +377,30 @@ def test_a_project_without_folder_is_told(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(automatic_checkpoint_naming=True))
     with pytest.raises((ConfigError, CheckpointError), match="needs a project_dir"):
         accelerator.save_state()
+
+
+def test_a_folder_that_is_not_used_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=config)
+    accelerator.prepare(nn.Linear(1, 1))
+    accelerator.save_state()
+    assert "save_state(" not in caplog.text
+    assert accelerator.save_state("own") == str(tmp_path / "checkpoints" / "checkpoint_1")
+    accelerator.save_state("own")
+    found = [record.getMessage() for record in caplog.records if "save_state('own')" in record.getMessage()]
+    assert len(found) == 1
+    assert (
+        f"saves to {tmp_path}/checkpoints/checkpoint_1: automatic_checkpoint_naming=True names the folders" in found[0]
+    )
+
+
+def test_shared_tensors_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    tensor = torch.ones(2)
+    state = {"a": tensor, "b": tensor, "c": torch.zeros(1)}
+    accelerator.save(state, tmp_path / "file.safetensors", safe_serialization=True)
+    assert "b and a are the same tensor" in caplog.text
+    caplog.clear()
+    accelerator.save({"a": tensor, "b": tensor.clone()}, tmp_path / "file.safetensors", safe_serialization=True)
+    accelerator.save(state, tmp_path / "file.bin")
+    assert caplog.text == ""
