@@ -28,7 +28,6 @@ from lockstep.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from lockstep.config.recording import read_recording
 from lockstep.config.settings import read_settings
 from lockstep.data.loader import PreparedDataLoader
 from lockstep.data.round import Round, name_samples
@@ -39,6 +38,7 @@ from lockstep.optim import clip
 from lockstep.optim.accumulation import Accumulation, silenced
 from lockstep.optim.guard import refuse_strangers
 from lockstep.optim.optimizer import PreparedOptimizer
+from lockstep.optim.schedule_check import ScheduleCheck
 from lockstep.optim.scheduler import PreparedScheduler
 from lockstep.precision import mixed
 from lockstep.rundir.words import ADVISERS
@@ -172,11 +172,12 @@ class Accelerator(Prepares, Talk, SavesModels):
         self._record: Record | None = None
         """How the run is set up; None before its first update."""
         self._guarded = False
+        self._schedule_check = ScheduleCheck(self._optimizers, self._schedulers)
         self._start_watching(
             self._group,
             settings.nan_policy,
             settings.debug,
-            read_recording(environ),
+            settings.numerics_record,
             scaled=self._scaler is not None,
             around=Surroundings(
                 samples=self._current_round,
@@ -328,7 +329,7 @@ class Accelerator(Prepares, Talk, SavesModels):
         if self._accumulation.num_steps > 1 and not self._guarded:
             self._guarded = True
             refuse_strangers(self._accumulation)
-        return MicroBatch(self._strategy, self._accumulation, models)
+        return MicroBatch(self._strategy, self._accumulation, models, self._schedule_check)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A region in which backward leaves the model's gradients on this rank."""

@@ -9,18 +9,23 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.optim.accumulation import Accumulation
+from lockstep.optim.schedule_check import ScheduleCheck
 from lockstep.strategies.choose import Strategy
 
 
 class MicroBatch(AbstractContextManager[None]):
     """The region of ``accumulate``; a class, because entering a generator costs twice as much."""
 
-    __slots__ = ("_accumulation", "_held", "_models", "_strategy")
+    __slots__ = ("_accumulation", "_check", "_held", "_models", "_rates", "_strategy")
 
-    def __init__(self, strategy: Strategy, accumulation: Accumulation, models: tuple[nn.Module, ...]) -> None:
+    def __init__(
+        self, strategy: Strategy, accumulation: Accumulation, models: tuple[nn.Module, ...], check: ScheduleCheck
+    ) -> None:
         self._strategy = strategy
         self._accumulation = accumulation
         self._models = models
+        self._check = check
+        self._rates: list[Any] = []
         self._held: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
@@ -29,6 +34,8 @@ class MicroBatch(AbstractContextManager[None]):
             raise UsageError("accelerator.accumulate() is open already. Pass several models to one: accumulate(a, b).")
         sync = accumulation.advance()
         accumulation.inside = True
+        if not sync:
+            self._rates = self._check.rates()
         if not sync and not accumulation.sync_each_batch:
             for model in self._models:
                 held = self._strategy.no_sync(model)
@@ -37,6 +44,8 @@ class MicroBatch(AbstractContextManager[None]):
                     self._held.append(held)
 
     def __exit__(self, *exception: Any) -> None:
+        if self._rates and exception[0] is None:
+            self._check.compare(self._rates, self._accumulation.num_steps)
         self._accumulation.inside = False
         self._accumulation.leave()
         while self._held:
