@@ -151,10 +151,7 @@ class Reductions:
     def _report_suspects(self) -> None:
         """Report gradients that were not averaged and that no graph showed, as with activation checkpointing."""
         for model in self._suspects:
-            trained = model.reduction.trained
-            _report(
-                trained.describe_local(model.module, lambda item: item.grad is not None and not self._averages(item))
-            )
+            _report(model.reduction.trained.describe_local(model.module, self._has_own_gradient))
         self._suspects = []
 
     def _has_own_gradient(self, parameter: Tensor) -> bool:
