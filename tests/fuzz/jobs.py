@@ -13,6 +13,8 @@ from typing import Any
 
 from tests.fuzz.program import draw
 
+ROOT = Path(__file__).resolve().parents[2]
+
 RUN = Path(__file__).with_name("run.py")
 LIMIT = 120.0
 """Seconds for a job."""
@@ -64,6 +66,7 @@ def run(folder: Path, job: Job) -> Result:
     folder.mkdir(parents=True, exist_ok=True)
     environ = {
         **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),  # the ranks find tests.fuzz
         "LOCKSTEP_RUN_DIR": str(folder / "run"),
         "OMP_NUM_THREADS": "1",
         "ACCELERATE_USE_CPU": "1",  # without it, Accelerate makes each of several CPU processes the only one

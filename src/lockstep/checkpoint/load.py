@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.checkpoint import find, hashing, state, weights
+from lockstep.checkpoint import find, hashing, state, state_weights, weights
 from lockstep.checkpoint.assigning import Assignment
 from lockstep.checkpoint.exchange import Exchange
 from lockstep.checkpoint.manifest import Manifest
@@ -108,7 +108,7 @@ def _try(
             hashes = _start_hashing(path, seen.manifest, topology, pool, objects, stack)
         answer: Any
         try:
-            loaded, assignments = _read(path, request, objects, models, hashes, stack)
+            loaded, assignments = _read(path, seen.manifest, request, objects, models, hashes, stack)
             answer = None
         except LockstepError as error:
             answer = str(error)
@@ -163,6 +163,7 @@ def _start_hashing(
 
 def _read(
     path: Path,
+    found: Manifest | None,
     request: Request,
     objects: Objects,
     models: Callable[[Path], list[nn.Module]],
@@ -175,7 +176,8 @@ def _read(
     assignments = []
     for number, model in enumerate(models(path)):
         stem = numbered_name("model", number, "")
-        opened = stack.enter_context(weights.open_weights(path, stem))
+        place = path if found is None else state_weights.locate(path, found, stem)
+        opened = stack.enter_context(weights.open_weights(place, stem))
         entries = _without_wrapper(opened.entries, model)
         assignments.append(Assignment(model, entries, request.strict, str(path), surplus=opened.surplus))
     return loaded, assignments

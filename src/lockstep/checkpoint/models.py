@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint import safe_file, weights
+from lockstep.checkpoint import safe_file, state_weights, weights
 from lockstep.checkpoint.sharing import clean_state_dict_for_safetensors, tied_names
 from lockstep.checkpoint.sink import PLAIN
 from lockstep.checkpoint.sizes import shard_size
@@ -64,13 +64,17 @@ def _write(obj: Any, file: Any, safe_serialization: bool) -> None:
 def replace_model(
     state: Mapping[str, Any], folder: Path, max_shard_size: int | str = "10GB", safe: bool = True
 ) -> list[str]:
-    """Write model files into a folder that may hold older ones; these are replaced when all new ones are complete."""
+    """Write model files into a folder that may hold older ones; these are replaced when all new ones are complete.
+
+    Those of a state that was saved there are kept: both can be loaded.
+    """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; save_directory has to be a folder, or not to exist.")
     folder.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
     try:
         names = weights.write_weights(state, beside, max_shard_size=max_shard_size, safe=safe)
+        state_weights.set_aside(folder)
         for name in names:
             (beside / name).replace(folder / name)
         for path in weights.stale(folder, names, safe=safe):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import Accelerator
-from lockstep.checkpoint import commit, find, manifest, safe
+from lockstep import Accelerator, load_checkpoint_in_model
+from lockstep.checkpoint import commit, find, manifest, safe, weights
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.utils import ProjectConfiguration
 from tests.unit.checkpoint.runs import Run
@@ -75,6 +76,84 @@ def test_what_else_is_in_the_folder_stays(tmp_path: Path) -> None:
         assert (place / "logs" / "a.log").read_text() == "mine too"
     assert find.verify(place) == []
     assert os.listdir(tmp_path) == ["out"]
+
+
+# ---------------------------------------------------------------- a state and a model in one folder
+
+
+def fill(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def values(model: nn.Module) -> set[float]:
+    return {value for parameter in model.parameters() for value in parameter.flatten().tolist()}
+
+
+@pytest.mark.parametrize("state_safe", [True, False])
+@pytest.mark.parametrize("model_safe", [True, False])
+@pytest.mark.parametrize("shards", ["10GB", 40])
+def test_a_state_and_a_model_in_one_folder_can_both_be_loaded(
+    tmp_path: Path, state_safe: bool, model_safe: bool, shards: int | str
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    for number in range(3):
+        fill(model, 1.0 + number)
+        accelerator.save_state(tmp_path, safe_serialization=state_safe)
+        for further in range(2):
+            fill(model, 10.0 + further)
+            accelerator.save_model(model, tmp_path, max_shard_size=shards, safe_serialization=model_safe)
+        assert find.verify(tmp_path) == []
+        accelerator.load_state(tmp_path)
+        assert values(model) == {1.0 + number}
+        fresh = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        layout = weights.layout_of("model", model_safe)
+        load_checkpoint_in_model(fresh, tmp_path / (layout.whole if shards == "10GB" else layout.index))
+        assert values(fresh) == {11.0}
+    assert not list(tmp_path.rglob(".*"))
+
+
+@pytest.mark.parametrize("shards", ["10GB", 40])
+def test_a_model_that_is_there_before_the_state_is_not_taken_for_it(tmp_path: Path, shards: int | str) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    fill(model, 7.0)
+    accelerator.save_model(model, tmp_path, max_shard_size=shards)
+    fill(model, 1.0)
+    accelerator.save_state(tmp_path)
+    fill(model, 2.0)
+    accelerator.load_state(tmp_path)
+    assert values(model) == {1.0}
+
+
+@pytest.mark.parametrize("crash_at", range(5))
+def test_a_crash_of_save_model_leaves_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: int) -> None:
+    """Each call that changes a name in turn is the last one."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(3, 3))
+    fill(model, 1.0)
+    accelerator.save_state(tmp_path)
+    fill(model, 2.0)
+    calls = iter(range(100))
+    replace = Path.replace
+
+    class PowerLoss(BaseException):
+        pass
+
+    def crashing(path: Path, target: Path) -> Path:
+        if next(calls) == crash_at:
+            raise PowerLoss
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", crashing)
+    with contextlib.suppress(PowerLoss):
+        accelerator.save_model(model, tmp_path)
+    monkeypatch.undo()
+    assert find.verify(tmp_path) == []
+    accelerator.load_state(tmp_path)
+    assert values(model) == {1.0}
 
 
 # ---------------------------------------------------------------- what cannot be saved or loaded
