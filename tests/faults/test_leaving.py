@@ -16,7 +16,8 @@ SAYS = {
     "code": LEFT + AT["together"],
     "text": LEFT + AT["together"],
     "zero": LEFT + AT["together"],
-    "backward": LEFT + AT["together"],
+    # Whichever comes first: the guard, the broken connection in DDP, or torchrun's SIGTERM, and then its summary.
+    "backward": rf"SystemExit(, which left the script)? at {AT['main']}",
     "os._exit": r"Rank 1 on \S+ \(pid \d+\) died without an exception: killed, or ended by os\._exit .* "
     rf"after wait_for_everyone #\d+ at \S*{AT['together']}",
     "atexit": r"Rank 1 has finished \(an atexit callback raised ValueError: the log is closed\)",

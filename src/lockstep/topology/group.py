@@ -277,7 +277,10 @@ class Group:
 
     def explain(self, error: BaseException, doing: str) -> PeerFailure:
         """What a transport error means: the failure that another rank reported, else a broken line."""
-        self._await_cause()
+        # A rank that failed tells the others before it closes its box: of one that came to its end nothing will come.
+        left = [] if self.cause is not None else find_left(self.boxes, self.rank)
+        if not left:
+            self._await_cause()
         if self.cause is not None:
             return self.cause.failure(doing)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -294,7 +297,7 @@ class Group:
                 f"died ({first}).\n{describe(dead)}",
                 rank=dead[0].rank,
             )
-        left = find_left(self.boxes, self.rank)
+        left = left or find_left(self.boxes, self.rank)
         if left:
             return PeerFailure(
                 f"While {doing}, rank {self.rank} lost the connection to {name_ranks(box.rank for box in left)}, which "
@@ -325,8 +328,6 @@ class Group:
         """A connection breaks a moment before the reason for it is known: give it that moment."""
         deadline = time.monotonic() + CAUSE_PATIENCE
         while self.cause is None and time.monotonic() < deadline:
-            if find_left(self.boxes, self.rank):
-                return  # a rank that failed tells the others first: from one that has closed its box nothing will come
             time.sleep(0.01)
 
     # --- leaving -----------------------------------------------------------------------------------------------
