@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from lockstep import __version__
 from lockstep.errors import LockstepError
+from lockstep.topology import standard_streams
 
 COMMANDS = {
     "launch": "run a script on everything this machine, or several, have",
@@ -31,7 +32,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
-    _replace_closed_streams()
+    standard_streams.replace()
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words and words[0] in COMMANDS else None
     try:
@@ -53,28 +54,6 @@ def list_names(title: str, names: Mapping[str, str]) -> str:
     """A table for a parser's epilog: each name, and what it does."""
     width = max(map(len, names)) + 2
     return "\n".join([f"{title}:", *(f"  {name:<{width}}{what}" for name, what in names.items())])
-
-
-def _replace_closed_streams() -> None:
-    """Have a standard stream that was closed (``>&-``) lead nowhere.
-
-    Its descriptor must not stay free: the next file to be opened would get it, and with it all that is printed.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is not None:
-            continue
-        mode = "r" if number == 0 else "w"
-        try:
-            os.fstat(number)
-        except OSError:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != number:
-                os.dup2(null, number)
-                os.close(null)
-            os.set_inheritable(number, True)  # processes that are started find it closed otherwise
-            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
-        else:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def _command(name: str, words: Sequence[str]) -> int:

@@ -54,7 +54,9 @@ class Reductions:
         return Reduction(lambda: self._group.box, trained)
 
     def add(self, replica: Replica) -> None:
-        """Know a model by its parameters."""
+        """Know a model by its parameters, and not in wrappers that it had before."""
+        for earlier in self._replicas.values():
+            earlier.reduction.replaced |= earlier.module is replica.module
         self._replicas[next(self._numbers)] = replica
         self._others.pop(replica.module, None)
         self._owned.clear()

@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError
 from lockstep.rundir import names, place
 from lockstep.rundir.error_file import ErrorFile
 from lockstep.rundir.place import RunDirectory
-from lockstep.topology import away
+from lockstep.topology import away, standard_streams
 from lockstep.topology.farewell import Farewell
 from lockstep.topology.group import Group
 from lockstep.topology.kernel import old_kernel_warning
@@ -93,6 +93,7 @@ def require(
         if debug is not None:
             session.group.debug = debug
         return session
+    standard_streams.reserve()
     cpu = resolve.resolve("cpu", cpu or None, False, environ, env.parse_flag).value
     device = resolve.resolve("device", None, None, environ, resolve.as_text).value
     init = init or InitProcessGroupKwargs()
