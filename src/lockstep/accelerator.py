@@ -29,6 +29,7 @@ from lockstep.config.handlers import (
     TorchDynamoPlugin,
 )
 from lockstep.config.settings import read_settings
+from lockstep.data.current_batch import CurrentBatch
 from lockstep.data.loader import PreparedDataLoader
 from lockstep.data.round import Round, name_samples
 from lockstep.errors import UsageError
@@ -155,7 +156,8 @@ class Accelerator(Prepares, Talk, SavesModels):
         mode = PrecisionType(settle_precision(session, asked))
         self._precision = mixed.Precision(mode, self.device, settings.handler(AutocastKwargs))
         self._scaler = self._precision.make_scaler(settings.handler(GradScalerKwargs))
-        self._accumulation = Accumulation(settings.accumulation)
+        self._current_batch = CurrentBatch()
+        self._accumulation = Accumulation(settings.accumulation, self._current_batch)
         choice = choose(self._topology, self._group, settings.handler(DistributedDataParallelKwargs))
         self._strategy, self._strategy_reason = choice.strategy, choice.reason
         self.dataloader_config = settings.data
@@ -378,8 +380,10 @@ class Accelerator(Prepares, Talk, SavesModels):
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
         box = self._group.box
-        loader = accumulation.loaders[-1] if accumulation.loaders else None
-        entered = self._strategy.enter_backward(loss, loader.turn if isinstance(loader, PreparedDataLoader) else 0)
+        iteration = self._current_batch.training
+        entered = self._strategy.enter_backward(loss, 0 if iteration is None else iteration.turn)
+        if entered is not None:
+            self._current_batch.trained()
         number = -1 if entered is None else entered
         if number < 0:
             box.phase("backward, not averaging")
@@ -426,19 +430,18 @@ class Accelerator(Prepares, Talk, SavesModels):
         return self._real_samples() if self._settings.reproducible else None
 
     def _current_round(self) -> Round | None:
-        """What all ranks work on now; None when no prepared loader is being iterated."""
-        loader = self._accumulation.active_loader
-        return loader.current if isinstance(loader, PreparedDataLoader) else None
+        """What all ranks train on now; None when no prepared loader is being iterated."""
+        return self._current_batch.round
 
     def _real_samples(self) -> int:
         """How many samples of this rank's batch are no repeats."""
-        loader = self._accumulation.active_loader
-        if not isinstance(loader, PreparedDataLoader) or loader.current is None:
+        now = self._current_batch.round
+        if now is None:
             raise UsageError(
                 "reproducible=True weights each loss by the samples of its batch, and no prepared loader is being "
                 "iterated. Prepare the loader, or say what the loss is a mean of: backward(loss, num_items=…)."
             )
-        return loader.current.real[self.process_index]
+        return now.real[self.process_index]
 
     def _parameters(self) -> list[Tensor]:
         """What is being trained: the parameters of prepared models and optimizers, each once."""
@@ -498,8 +501,8 @@ class Accelerator(Prepares, Talk, SavesModels):
             return input_data
         from lockstep.data import metrics  # loaded where it is used: one process has nothing to gather
 
-        loader = self._accumulation.active_loader
-        now = loader.current if isinstance(loader, PreparedDataLoader) else None
+        newest = self._current_batch.newest
+        now = None if newest is None else newest.round
         return metrics.gather(self._group, input_data, now, as_objects=use_gather_object)
 
 

@@ -12,7 +12,7 @@ from lockstep.config.env import snapshot
 from lockstep.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
 from lockstep.config.settings import read_debug, read_precision
 from lockstep.errors import ConfigError, UsageError
-from lockstep.optim.accumulation import Accumulation
+from lockstep.optim.accumulation import Accumulation, LoaderIteration
 from lockstep.topology import current
 
 
@@ -212,30 +212,37 @@ class GradientState:
 
     @property
     def active_dataloader(self) -> Any:
-        """The loader whose batch is being worked on."""
-        return self._accumulation.active_loader
+        """The loader whose batch was drawn last."""
+        newest = self._newest
+        return None if newest is None else newest.loader
 
     @property
     def dataloader_references(self) -> list[Any]:
         """The loaders that are being iterated; None first, as scripts know it."""
-        return [None, *self._accumulation.loaders]
+        batches = self._accumulation.batches
+        return [None, *(() if batches is None else (iteration.loader for iteration in batches.live))]
 
     @property
     def in_dataloader(self) -> bool:
         """Whether a prepared loader is being iterated."""
-        return self._accumulation.active_loader is not None
+        return self._newest is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch being worked on is its loader's last."""
-        loader = self._accumulation.active_loader
-        return loader is not None and loader.end_of_dataloader
+        """Whether the batch that was drawn last is its loader's last."""
+        newest = self._newest
+        return newest is not None and newest.end_of_dataloader
 
     @property
     def remainder(self) -> int:
         """Real samples in the last global batch; -1 when unknown."""
-        loader = self._accumulation.active_loader
-        return -1 if loader is None else loader.remainder
+        newest = self._newest
+        return -1 if newest is None else newest.remainder
+
+    @property
+    def _newest(self) -> LoaderIteration | None:
+        batches = self._accumulation.batches
+        return None if batches is None else batches.newest
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Say by hand whether this micro-batch completes an update."""

@@ -390,9 +390,14 @@ def _assign_generators(loaded: Loaded, objects: Objects) -> int | None:
         return None
     if not loaded.known:
         return generators.derive(loaded.generators, objects.rank, objects.device)
+    # An epoch that begins anew draws what it draws; one that is gone on with has drawn it before.
     states, begun = (
         loaded.generators,
-        [loader for loader, value in zip(objects.loaders, loaded.loaders, strict=False) if value.get("begun")],
+        [
+            loader
+            for loader, value in zip(objects.loaders, loaded.loaders, strict=False)
+            if value.get("begun") and not value.get("ended")
+        ],
     )
 
     def again() -> None:

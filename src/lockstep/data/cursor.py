@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,28 +21,34 @@ _VERSION = 1
 
 
 def save(loader: PreparedDataLoader) -> dict[str, Any]:
-    """Where the loader stands."""
-    shard, generator = loader.shard, sampler_generator(loader.inner)
-    begun, pending = loader.places is not None, shard.again is not None
-    workers = max(1, loader.inner.num_workers)
-    places = list(loader.places) if loader.places is not None else shard.places(workers)
-    state = shard.began if begun else shard.again
-    if not begun and not pending and generator is not None:
-        state = generator.get_state()
+    """Where the loader stands: in the iteration that is trained on, or at the next one's beginning."""
+    shard, generator, epoch = loader.shard, sampler_generator(loader.inner), loader._epoch
+    iteration, pending = epoch.place, shard.again is not None
+    begun, untouched = iteration is not None, False
     seedable = _seedable(loader.inner)
+    if iteration is None:
+        places, state = shard.places(max(1, loader.inner.num_workers)), shard.again
+        if not pending and generator is not None:
+            state = generator.get_state()
+    else:
+        # Of a loader that is trained on, a batch that was not is one that the training has still to come to.
+        untouched = epoch.trains and not iteration.trained
+        places, state = list(iteration.start if untouched else iteration.places), iteration.began
     return {
         "version": _VERSION,
-        "epoch": loader.iteration,
+        "epoch": loader.iteration if iteration is None else iteration.number,
         "places": places,
+        "batches": shard.restored if iteration is None else iteration.passed + (0 if untouched else iteration.turn),
+        "ended": iteration is not None and iteration.end_of_dataloader,
         "length": _length(loader.dataset),
         "generator": None if state is None else state.clone(),
         "begun": begun or pending,
         "reads": loader.reads,
         "owns_generator": generator is not None,
         "seed": None if seedable is None else seedable.seed,
-        "sampler_epoch": None if seedable is None else shard.began_epoch if begun else seedable.epoch,
+        "sampler_epoch": None if seedable is None else seedable.epoch if iteration is None else iteration.began_epoch,
         "world_size": loader._group.world_size,
-        "inner": loader.snapshot if begun else None,
+        "inner": None if iteration is None or untouched else iteration.snapshot,
     }
 
 
@@ -58,9 +65,9 @@ def load(loader: PreparedDataLoader, state: dict[str, Any]) -> None:
             "This state was taken in the middle of an epoch on a rank that does not read the data itself "
             "(dispatch_batches). Load the one that rank 0 gave."
         )
-    shard, places = loader.shard, list(state["places"])
+    shard, places, ended = loader.shard, list(state["places"]), bool(state.get("ended"))
     length = _length(loader.dataset)
-    if any(places) and None not in (length, state["length"]) and length != state["length"]:
+    if any(places) and not ended and None not in (length, state["length"]) and length != state["length"]:
         raise DataError(
             f"The state was taken in the middle of an epoch of {state['length']} samples; this data set has {length}. "
             "Going on would lose or repeat samples: load the same data, or start with a new epoch."
@@ -77,14 +84,30 @@ def load(loader: PreparedDataLoader, state: dict[str, Any]) -> None:
             shard.again = state["generator"].clone()
         elif generator is not None:
             generator.set_state(state["generator"])
-    loader.begin_epoch(state["epoch"])
+    if not isinstance(shard, ShardedIterable):
+        shard.start = places[0] if places else 0
+    if ended:
+        _pass_over(loader, shard)
+        places = [0] * len(places)
+    loader.begin_epoch(state["epoch"] + ended)
     if isinstance(shard, ShardedIterable):
         _place_stream(loader, shard, places, state)
-    elif places:
-        shard.start = places[0]
+    if any(places):
+        same = state["world_size"] == loader._group.world_size
+        shard.resumes = True
+        shard.restored = state.get("batches") if same else shard.rounds_before(sum(places))
     # Workers that are kept from one epoch to the next have their own copy of where to begin.
     loader.inner.__dict__["_iterator"] = None
-    loader.places = None
+    loader._epoch.restored()
+
+
+def _pass_over(loader: PreparedDataLoader, shard: Shard) -> None:
+    """Leave an epoch of which all was handed out: its order is drawn once more, so that the next one follows."""
+    # In a copy, as an iteration of this loader may be open.
+    _, passed = copy_loader(loader.inner, shard)
+    if loader.reads and not isinstance(passed, ShardedIterable) and _seedable(loader.inner) is None:
+        for _ in passed:  # type: ignore[attr-defined]
+            pass
 
 
 def _place_stream(loader: PreparedDataLoader, shard: ShardedIterable, places: list[int], state: dict[str, Any]) -> None:
@@ -93,7 +116,7 @@ def _place_stream(loader: PreparedDataLoader, shard: ShardedIterable, places: li
     workers = max(1, loader.inner.num_workers)
     if state["inner"] is not None and state["world_size"] == loader._group.world_size and _stateful(loader.inner):
         loader.inner.load_state_dict(state["inner"])  # type: ignore[attr-defined]
-        shard.counted_from = places
+        shard.counted_from = places if any(places) else None
         return
     if any(places) and len(places) != workers:
         raise DataError(
@@ -165,10 +188,52 @@ def parts(inner: DataLoader[Any]) -> list[Any]:
     return [*found, inner.dataset]
 
 
-def replace_shard(inner: DataLoader[Any], shard: Shard) -> Shard:
-    """Put a copy of the shard in its place in a copied loader, so that the two loaders do not share their place."""
+def set_sampler_epoch(inner: DataLoader[Any], epoch: int) -> None:
+    """Have a seedable sampler give the order of this epoch, whatever was left early or read ahead before."""
+    seedable = _seedable(inner)
+    if seedable is not None:
+        seedable.epoch = epoch
+
+
+def rewind(inner: DataLoader[Any], shard: Shard) -> None:
+    """Count what is skipped from the start of the epoch whose place was restored."""
+    if not shard.resumes:
+        return
+    restored, skipped = shard.restored, shard.skip
+    if restored is not None and restored != skipped:
+        from lockstep.logging import get_notices  # loaded where it is used: there is seldom anything to log
+
+        get_notices("lockstep.data").info(
+            f"skip_first_batches: {skipped} batches are skipped from the start of the epoch; the state that was loaded "
+            f"is from after {restored:g}. Without skip_first_batches the loader resumes from there by itself."
+        )
+    if isinstance(shard, ShardedIterable):
+        if shard.counted_from is not None and restored == skipped:
+            return  # the data set goes there by itself
+        shard.starts = shard.counted_from = None
+        _forget_inner_state(inner)
+    shard.start, shard.resumes, shard.restored = 0, False, None
+
+
+def _forget_inner_state(inner: DataLoader[Any]) -> None:
+    if _stateful(inner):
+        inner.__dict__["next_iter_state"] = None  # torchdata's; it cannot be told to begin at the start
+
+
+def copy_loader(inner: DataLoader[Any], shard: Shard) -> tuple[DataLoader[Any], Shard]:
+    """A copy that takes over where to begin; neither shares with the other what it is reading."""
+    fresh = copy.copy(inner)
+    fresh.__dict__["_iterator"] = None
+    copied = _replace_shard(fresh, shard)
+    _forget_inner_state(inner)
+    shard.forget()
+    return fresh, copied
+
+
+def _replace_shard(inner: DataLoader[Any], shard: Shard) -> Shard:
+    """Put a copy of the shard in its place in a copied loader."""
     fresh = copy.copy(shard)
-    fresh.coming = copy.copy(shard.coming)
+    fresh.coming = deque()
     for name in ("batch_sampler", "sampler", "dataset"):
         if getattr(inner, name) is shard:
             inner.__dict__[name] = fresh

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.comm.profiled import being_profiled
 from lockstep.data import cursor
-from lockstep.data.round import Round, name_samples
-from lockstep.data.shards import UNKNOWN, Shard, ShardedIterable
-from lockstep.data.taking import short_form, workers_of
-from lockstep.errors import DataError
+from lockstep.data.current_batch import CurrentBatch
+from lockstep.data.epoch import Epoch
+from lockstep.data.iteration import Iteration
+from lockstep.data.round import Round
+from lockstep.data.shards import UNKNOWN, Shard
 from lockstep.topology.group import Group
 
 if TYPE_CHECKING:
-    from lockstep.data.audit import Audit
-    from lockstep.data.dispatch import Share
     from lockstep.data.mover import Mover
-
-Item = tuple[Any, Round, bool]
-"""A batch, its round, and whether it is this rank's last."""
-
-
-class Epoch:
-    """How often a loader has been iterated; shared with the loaders that skip some of its batches."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.audited = False
 
 
 class PreparedDataLoader(DataLoader[Any]):
@@ -50,43 +36,35 @@ class PreparedDataLoader(DataLoader[Any]):
         device: torch.device | None,
         non_blocking: bool,
         dispatched: bool,
-        open_loaders: list[Any],
+        current_batch: CurrentBatch,
         synchronize: Callable[[torch.Generator | None], None] | None,
         name: str = "",
     ) -> None:
         # The base class is for isinstance only: everything it would build is in ``inner``.
         self.inner = inner
         self.shard = shard
+        self._spare = [(inner, shard)]
+        """What the next iteration reads from; taken while one does."""
         self._group = group
         self._dataset = dataset
         self.batches_before = batches_before
         """Batches of the loader before it was prepared; None when it does not know."""
         self._total_batch_size = total_batch_size
         self._mover: Mover | None = None
+        """What brings batches to the device; None where there is nowhere to move to."""
         if device is not None and device.type != "cpu":
             from lockstep.data.mover import Mover  # loaded where there is somewhere to move to
 
             self._mover = Mover(device, non_blocking)
         self.dispatched = dispatched
         """Whether rank 0 reads for all."""
-        self._open_loaders = open_loaders
+        self._current_batch = current_batch
+        """Where iterations report what they hand out."""
         self._synchronize = synchronize
+        """Puts the generator of the order in step between ranks; None where there is nobody to be in step with."""
         self._name = name
         """The same on all ranks that have prepared this loader; empty where nobody is to compare with."""
         self._epoch = Epoch()
-        self.turn = 0
-        """Which batch of the epoch is being worked on, counted from 1."""
-        self.current: Round | None = None
-        """What all ranks hold of the batch being worked on."""
-        self.places: list[int] | None = None
-        """How far the epoch under way has been handed out, for each worker of a stream; None between epochs."""
-        self.snapshot: Any = None
-        """The state of a stateful inner loader after the batch being worked on."""
-        self.end_of_dataloader = False
-        """Whether the batch being worked on is the last."""
-        self.remainder = UNKNOWN
-        """Real samples in the last round: 0 when it is full, -1 while unknown."""
-        self._left: int | None = None
         self.after_batch: Callable[[], None] | None = None
         """Called when the script is done with a batch."""
         self.at_first_batch: Callable[[], None] | None = None
@@ -137,13 +115,32 @@ class PreparedDataLoader(DataLoader[Any]):
 
     @property
     def iteration(self) -> int:
-        """How often this loader has been iterated."""
+        """How many epochs are over: iterations that came to their end."""
         return self._epoch.number
+
+    @property
+    def current(self) -> Round | None:
+        """What all ranks hold of the batch being worked on: the one that was drawn last."""
+        shown = self._epoch.shown
+        return None if shown is None else shown.round
 
     @property
     def remaining(self) -> int | None:
         """Batches left, the current one included; None when nobody knows."""
-        return self._left
+        newest = self._epoch.newest
+        return None if newest is None else newest.remaining
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch being worked on is the last."""
+        newest = self._epoch.newest
+        return newest is not None and newest.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Real samples in the last round: 0 when it is full, -1 while unknown."""
+        shown = self._epoch.shown
+        return UNKNOWN if shown is None else shown.remainder
 
     @property
     def sample_ids(self) -> list[int]:
@@ -174,175 +171,37 @@ class PreparedDataLoader(DataLoader[Any]):
         cursor.load(self, state)
 
     def skipping(self, batches: int) -> PreparedDataLoader:
-        """The same loader without its first batches on every rank, which are not read."""
+        """The same loader without its first batches on every rank, which are not read.
+
+        A place that was restored is in the same epoch, and the batches are counted from its start. It is used up: what
+        follows the loader that is given back is the next epoch.
+        """
         twin = copy.copy(self)
-        twin.inner = copy.copy(self.inner)
-        twin.inner.__dict__["_iterator"] = None
-        twin.shard = cursor.replace_shard(twin.inner, self.shard)
+        twin.inner, twin.shard = cursor.copy_loader(self.inner, self.shard)
+        twin._spare = [(twin.inner, twin.shard)]
         twin.shard.skip += batches
-        twin.current = twin.places = None
+        cursor.rewind(twin.inner, twin.shard)
         return twin
 
     # --- iterating ---------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._synchronize is not None:
-            self._synchronize(cursor.shared_generator(self.inner))
-        self._close()
-        self._open_loaders.append(self)
-        self.end_of_dataloader = False
-        self.remainder = UNKNOWN
-        self._left = self.shard.left()
-        self.places = self.shard.places(max(1, self.inner.num_workers))
-        if not self.reads:
-            self.shard.forget()
-        audit = self._audit()
-        move = self._mover
-        # What rank 0 hands out is waited for by the others: that says nothing about who is slow.
-        clock = None if self.dispatched else self._group.clock
-        box = self._group.box
-        self.turn = 0
-        asked = box.phase("data", site=True)
-        try:
-            for batch, round_, last in self._dispatched() if self.dispatched else self._ahead():
-                self.turn += 1
-                self.current = round_
-                if audit is not None:
-                    audit.saw(round_, self._group.rank)
-                if last:
-                    self.remainder = self.shard.remainder(round_)
-                    self.end_of_dataloader = True
-                if self.at_first_batch is not None:
-                    self._be_ready()
-                answered = box.phase("")
-                if clock is not None and clock.on:
-                    clock.fetches.append((asked, answered))
-                yield batch if move is None else move.finish(batch)
-                asked = box.phase("data", site=True)
-                if self._left is not None:
-                    self._left -= 1
-                if self.after_batch is not None:
-                    self.after_batch()
-            self._be_ready()  # of an epoch that was saved at its end nothing is left
-            self._epoch.number += 1
-            self.places = None
-            if audit is not None:
-                self._epoch.audited = True
-                audit.finish(self._group)
-        finally:
-            box.phase("")
-            self._close()
+        return Iteration(self).batches()
 
-    def _be_ready(self) -> None:
+    def borrow(self) -> tuple[DataLoader[Any], Shard]:
+        """What an iteration reads from: nobody else does until it is given back."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return cursor.copy_loader(self.inner, self.shard)
+
+    def give_back(self, inner: DataLoader[Any], shard: Shard) -> None:
+        """An iteration has ended; a copy that was made for it is not needed any more."""
+        if shard is self.shard:
+            self._spare.append((inner, shard))
+
+    def be_ready(self) -> None:
+        """Do what was to be done when the first batch is there."""
         if self.at_first_batch is not None:
             ready, self.at_first_batch = self.at_first_batch, None
             ready()
-
-    def _ahead(self) -> Iterator[Item]:
-        """This rank's batches; each is handed out when it is known whether another follows."""
-        batches = self._read()
-        start = self._mover.start if self._mover is not None else None
-        try:
-            batch, round_ = next(batches)
-        except StopIteration:
-            return
-        snapshot = self.snapshot
-        batch = batch if start is None else start(batch)
-        places = self.places or [0]
-        for following, next_round in batches:
-            # On its way to the device while the one before it is computed on.
-            following = following if start is None else start(following)
-            ahead, self.snapshot = self.snapshot, snapshot
-            places[round_.worker] = round_.end
-            yield batch, round_, False
-            batch, round_, snapshot = following, next_round, ahead
-        self.snapshot = snapshot
-        places[round_.worker] = round_.end
-        yield batch, round_, True
-
-    def _dispatched(self) -> Iterator[Item]:
-        """What rank 0 reads for this rank."""
-        from lockstep.data.dispatch import dispatch  # loaded where it is used, as not every script does
-
-        rank, ranks = self._group.rank, self._group.world_size
-        read: deque[tuple[Round, Any]] = deque()
-        source = self._shares(read) if rank == 0 else None
-        places = self.places or [0]
-        start = self._mover.start if self._mover is not None else None
-        deliveries = dispatch(self._group, source, even=self.even_batches)
-        while True:
-            try:
-                batch, round_, last = next(deliveries)
-            except StopIteration:
-                return
-            except Exception as error:
-                self._tell(error, None)  # says nothing twice
-                raise
-            if len(places) == 1:
-                places[0] = round_.end
-            for part, self.snapshot in [read.popleft() for _ in range(min(ranks, len(read)))]:
-                places[part.worker] = part.end  # what rank 0 has read, but not given out, does not count
-            yield batch if start is None else start(batch), round_, last
-
-    def _shares(self, read: deque[tuple[Round, Any]]) -> Iterator[Share]:
-        from lockstep.data.dispatch import Share
-
-        for batch, part in self._read():
-            read.append((part, self.snapshot))
-            yield Share(batch=batch, start=part.start, rows=part.rows[0], real=part.real[0], ids=part.ids)
-
-    def _read(self) -> Iterator[tuple[Any, Round]]:
-        """The batches that are read here, with their rounds; a failure is told to the other ranks."""
-        shard, alone = self.shard, self._group.world_size == 1
-        stream = isinstance(shard, ShardedIterable)
-        stateful = stream and hasattr(self.inner, "state_dict")
-        coming = shard.coming
-        clock = None if self.dispatched else self._group.clock
-        outside = None if clock is None else clock.workers
-        try:
-            batches = iter(self.inner)
-            take = short_form(batches)
-            if clock is not None:
-                clock.workers = workers_of(batches)
-            while True:
-                try:
-                    batch = next(batches) if take is None or being_profiled() else take()
-                except StopIteration:
-                    return
-                if stream:
-                    round_, batch = batch.round, batch.batch
-                else:
-                    round_ = coming.popleft()
-                if batch is None and not alone:
-                    raise DataError(
-                        f"The loader gave None instead of a batch for {name_samples(round_.ids)}. On several "
-                        "processes every rank needs its batch: let collate_fn always return one."
-                    )
-                if stateful:
-                    self.snapshot = self.inner.state_dict()  # type: ignore[attr-defined]
-                yield batch, round_
-        except Exception as error:
-            self._tell(error, shard.latest if stream else coming[0] if coming else None)
-            raise
-        finally:
-            if clock is not None:
-                clock.workers = outside  # of the loop around this one
-
-    def _tell(self, error: Exception, round_: Round | None) -> None:
-        from lockstep.data import failure  # loaded when something has failed
-
-        failure.tell(error, self._group, round_)
-
-    def _audit(self) -> Audit | None:
-        fresh = not (self._epoch.audited or self.shard.skip or any(self.places or ()))
-        if not self._name or self._group.world_size == 1 or not fresh or isinstance(self.shard, ShardedIterable):
-            return None
-        from lockstep.data.audit import Audit  # loaded where it is used: one process has nobody to compare with
-
-        return Audit.of(self.inner, self._name, self._epoch.number)
-
-    def _close(self) -> None:
-        while any(loader is self for loader in self._open_loaders):
-            place = next(place for place, loader in enumerate(self._open_loaders) if loader is self)
-            del self._open_loaders[place]
-        self.end_of_dataloader = False

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from lockstep.blackbox.box import NoBox
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.data import cursor
+from lockstep.data.current_batch import CurrentBatch
 from lockstep.data.loader import PreparedDataLoader
 from lockstep.data.sampler import SeedableRandomSampler
 from lockstep.data.shards import Deal, DealtBatchSampler, Shard, ShardedBatchSampler, ShardedIterable
@@ -30,7 +31,7 @@ def prepare_loader(
     options: DataLoaderConfiguration,
     *,
     device: torch.device | None = None,
-    open_loaders: list[Any] | None = None,
+    current_batch: CurrentBatch | None = None,
     synchronize: Callable[[torch.Generator | None], None] | None = None,
     own_generator: bool = False,
     sparing: bool = False,
@@ -81,7 +82,7 @@ def prepare_loader(
         device=device,
         non_blocking=options.non_blocking,
         dispatched=dispatched,
-        open_loaders=[] if open_loaders is None else open_loaders,
+        current_batch=current_batch or CurrentBatch(),
         synchronize=synchronize if group.world_size > 1 else None,
         name=name,
     )

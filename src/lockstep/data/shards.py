@@ -116,6 +116,10 @@ class Shard:
         """The sampler's own count of epochs then."""
         self.again: Tensor | None = None
         """Such a state, for the next iteration to begin with."""
+        self.resumes = False
+        """Whether the next iteration begins at a place that was restored, whatever is skipped otherwise."""
+        self.restored: float | None = None
+        """Batches of this rank before that place; None where nobody knows."""
 
     @property
     def batch_sampler(self) -> Any:
@@ -131,16 +135,22 @@ class Shard:
     def even_batches(self, value: bool) -> None:
         self.deal.even = bool(value)
 
-    def _opening(self) -> tuple[int, Tensor | None]:
-        start, again = self.start, self.again
+    @property
+    def skips(self) -> int:
+        """Rounds that the next iteration passes over from where it begins."""
+        return 0 if self.resumes else self.skip
+
+    def _opening(self) -> tuple[int, int, Tensor | None]:
+        start, skips, again = self.start, self.skips, self.again
         self.forget()
         self.coming.clear()
         self.began_epoch = getattr(self.sampler, "epoch", 0)
-        return start, again
+        return start, skips, again
 
     def forget(self) -> None:
         """Begin the next iteration at its start."""
         self.start, self.again = 0, None
+        self.resumes, self.restored = False, None
 
     def batches(self) -> int:
         """This rank's batches in an epoch, without those that are skipped; TypeError when nobody knows."""
@@ -157,9 +167,17 @@ class Shard:
         """Where the next iteration begins, for each worker of a stream."""
         return [self.start]
 
+    def rounds_before(self, place: int) -> float | None:
+        """How many rounds there are up to a place in the epoch; None when nobody knows."""
+        return None
+
     def remainder(self, round_: Round) -> int:
         """Real samples in the last round; 0 when it was full."""
         raise NotImplementedError
+
+    def expected_remainder(self) -> int:
+        """The same before anything was read; unknown where the last round is dropped, or where nobody can tell."""
+        return UNKNOWN
 
 
 class ShardedBatchSampler(Shard, BatchSampler):
@@ -180,9 +198,9 @@ class ShardedBatchSampler(Shard, BatchSampler):
         return self.share * self.deal.world_size
 
     def __iter__(self) -> Iterator[list[Any]]:
-        place, again = self._opening()
+        place, skips, again = self._opening()
         deal, share, size, note = self.deal, self.share, self.size, self.coming.append
-        place += self.skip * size
+        place += skips * size
         order, self.began = open_order(self.sampler, place, size if deal.fills else 0, again)
         begin, count = (0, size) if deal.everyone else (deal.rank * share, share)
         full = (share,) * deal.world_size
@@ -210,24 +228,32 @@ class ShardedBatchSampler(Shard, BatchSampler):
 
     def batches(self) -> int:
         """This rank's batches in an epoch."""
-        return self._rounds(0)
+        return self._rounds(0, self.skip)
 
     def left(self) -> int | None:
         """This rank's batches in the next iteration."""
         try:
-            return self._rounds(self.start)
+            return self._rounds(self.start, self.skips)
         except TypeError:
             return None
 
-    def _rounds(self, start: int) -> int:
+    def _rounds(self, start: int, skips: int) -> int:
         total = len(self.sampler)
         if self.drop_last:
             total -= total % self.batch_size
-        return max(0, self.deal.rounds(max(0, total - start), self.size, self.drop_last) - self.skip)
+        return max(0, self.deal.rounds(max(0, total - start), self.size, self.drop_last) - skips)
+
+    def rounds_before(self, place: int) -> float:
+        """How many rounds there are up to a place in the epoch."""
+        return place / self.size
 
     def remainder(self, round_: Round) -> int:
         """Real samples in the last round; 0 when it was full."""
         return sum(round_.real) % self.size
+
+    def expected_remainder(self) -> int:
+        """The same before anything was read."""
+        return UNKNOWN if self.drop_last else _remainder(self.sampler, self.start, self.size)
 
 
 class DealtBatchSampler(Shard, Sampler[Any]):
@@ -250,7 +276,7 @@ class DealtBatchSampler(Shard, Sampler[Any]):
         self._prepare(deal)
 
     def __iter__(self) -> Iterator[Any]:
-        place, again = self._opening()
+        place, skips, again = self._opening()
         deal = self.deal
         per_round = 1 if self._split else deal.world_size
         stream = iter(self._batches(again))
@@ -259,7 +285,7 @@ class DealtBatchSampler(Shard, Sampler[Any]):
         passed = 0
         while passed < place and (batch := next(stream, None)) is not None:
             passed += _rows(batch)
-        passed += sum(_rows(batch) for batch in itertools.islice(stream, self.skip * per_round))
+        passed += sum(_rows(batch) for batch in itertools.islice(stream, skips * per_round))
         batches = list(itertools.islice(stream, per_round))
         while batches:
             upcoming = list(itertools.islice(stream, per_round))
@@ -334,6 +360,20 @@ class DealtBatchSampler(Shard, Sampler[Any]):
         full = all(round_.real) and round_.real == round_.rows and sum(round_.real) >= size
         return 0 if full else sum(round_.real)
 
+    def expected_remainder(self) -> int:
+        """The same before anything was read, where batches have the size that their sampler says."""
+        if self.drop_last or self._fixed is None or not isinstance(self.inner, BatchSampler):
+            return UNKNOWN
+        return _remainder(self.sampler, self.start, self._fixed * (1 if self._split else self.deal.world_size))
+
+
+def _remainder(order: Any, start: int, size: int) -> int:
+    """What is left over of an order from ``start`` on, in rounds of this size; unknown without a length."""
+    try:
+        return max(0, len(order) - start) % size
+    except TypeError:
+        return UNKNOWN
+
 
 def _rows(batch: Any) -> int:
     try:
@@ -377,7 +417,7 @@ class ShardedIterable(Shard, IterableDataset[Any]):
         """Where each worker's stream begins."""
         starts = self.counted_from or self.starts or [self.start] * workers
         # Batches come from the workers in turn.
-        rounds = [max(0, -(-(self.skip - worker) // workers)) for worker in range(workers)]
+        rounds = [max(0, -(-(self.skips - worker) // workers)) for worker in range(workers)]
         return [start + skipped * self.size for start, skipped in zip(starts, rounds, strict=True)]
 
     def forget(self) -> None:
@@ -418,6 +458,16 @@ class ShardedIterable(Shard, IterableDataset[Any]):
     def left(self) -> int | None:
         """This rank's batches in the next iteration."""
         return super().left() if self.starts is None and self.counted_from is None else None
+
+    def rounds_before(self, place: int) -> float:
+        """How many rounds there are up to a place in one worker's stream."""
+        return place / self.size
+
+    def expected_remainder(self) -> int:
+        """Real items in the last round, before anything was read; each worker of several has a last one."""
+        if self.drop_last or self.starts is not None or self.counted_from is not None:
+            return UNKNOWN
+        return _remainder(self.inner, self.start, self.size)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the data set which epoch begins, if it wants to know."""

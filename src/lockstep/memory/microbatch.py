@@ -32,6 +32,7 @@ class Host(Protocol):
 
     _group: Group
     _accumulation: Any
+    _current_batch: Any
     _strategy: Any
     _models: list[nn.Module]
     _microbatch_size: int | None
@@ -108,6 +109,7 @@ class _Batch:
         for parameter, earlier in zip(self._parameters, before, strict=True):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        host._current_batch.trained()
         if accumulation.sync_gradients:
             host._strategy.average(host._models)
             host._complete_update(weighted)

@@ -22,6 +22,7 @@ class MemoryTools:
     _prepared: tuple[list[Any], ...]
     _watch_only: Callable[[list[nn.Module]], None]
     _accumulation: Any
+    _current_batch: Any
     _scaler: Any
     _watch: Any
     _current_round: Callable[[], Any]
@@ -78,12 +79,12 @@ class MemoryTools:
 
     def _mark_prepared(self) -> tuple[list[Any], ...]:
         """What is prepared so far, and the loaders that are being iterated."""
-        return tuple(list(kept) for kept in (*self._prepared, self._accumulation.loaders))
+        return tuple(list(kept) for kept in (*self._prepared, self._current_batch.live))
 
     def _forget_since(self, mark: tuple[list[Any], ...]) -> None:
         """Let go of what was prepared since then."""
         dropped: list[Any] = []
-        for kept, before in zip((*self._prepared, self._accumulation.loaders), mark, strict=True):
+        for kept, before in zip((*self._prepared, self._current_batch.live), mark, strict=True):
             known = {id(item) for item in before}
             dropped += [item for item in kept if id(item) not in known]
             kept[:] = [item for item in kept if id(item) in known]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -17,15 +17,30 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.topology.group import Group
 
 
-class Loader(Protocol):
-    """What accumulation asks of the loader that is being iterated."""
+class LoaderIteration(Protocol):
+    """What accumulation asks of an iteration of a loader."""
 
     end_of_dataloader: bool
     remainder: int
+    remaining: int | None
+    """Batches left, the current one included; None when nobody knows."""
+    loader: Any
+
+
+class BatchSource(Protocol):
+    """Where batches come from: the iterations that are open."""
 
     @property
-    def remaining(self) -> int | None:
-        """Batches left, the current one included; None when nobody knows."""
+    def live(self) -> Sequence[LoaderIteration]:
+        """All of them, the one that drew last at the end."""
+
+    @property
+    def newest(self) -> LoaderIteration | None:
+        """The one that drew last."""
+
+    @property
+    def training(self) -> LoaderIteration | None:
+        """The one whose batches are trained on."""
 
 
 class Accumulation:
@@ -36,8 +51,9 @@ class Accumulation:
     after the backward that closes it.
     """
 
-    def __init__(self, plugin: GradientAccumulationPlugin) -> None:
+    def __init__(self, plugin: GradientAccumulationPlugin, batches: BatchSource | None = None) -> None:
         self.plugin = plugin
+        self.batches = batches
         self.num_steps = plugin.num_steps or 1
         self._asked_steps = self.num_steps
         self.sync_with_dataloader = plugin.sync_with_dataloader
@@ -51,8 +67,6 @@ class Accumulation:
         self.divisor = self.num_steps
         self.inside = False
         """Whether an ``accumulate`` block is open."""
-        self.loaders: list[Loader] = []
-        """The loaders that are being iterated, innermost last."""
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """The users' optimizers that step in time with the windows."""
         self._filled = 0
@@ -71,11 +85,6 @@ class Accumulation:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, loaders=[], optimizers=weakref.WeakSet())
         self.reset()  # nobody goes on with the window that was open
-
-    @property
-    def active_loader(self) -> Loader | None:
-        """The loader whose batch is being worked on."""
-        return self.loaders[-1] if self.loaders else None
 
     def set_steps(self, steps: int) -> None:
         """Change the length of the windows to come."""
@@ -118,20 +127,20 @@ class Accumulation:
 
     def advance(self) -> bool:
         """Enter the next micro-batch; whether it completes an update."""
-        loader = self.loaders[-1] if self.loaders else None
-        at_end = self.sync_with_dataloader and loader is not None and loader.end_of_dataloader
+        iteration = None if self.batches is None else self.batches.training
+        at_end = self.sync_with_dataloader and iteration is not None and iteration.end_of_dataloader
         if self._filled == 0:
-            self.divisor = self._window(loader)
+            self.divisor = self._window(iteration)
         self._filled += 1
         self.step = 0 if at_end else self.step + 1
         self.sync_gradients = sync = at_end or self.step % self.num_steps == 0
         self.settled = not (sync and self.exact_tail and self._filled != self.divisor)
         return sync
 
-    def _window(self, loader: Loader | None) -> int:
-        if self.num_steps == 1 or not self.exact_tail or not self.sync_with_dataloader or loader is None:
+    def _window(self, iteration: LoaderIteration | None) -> int:
+        if self.num_steps == 1 or not self.exact_tail or not self.sync_with_dataloader or iteration is None:
             return self.num_steps
-        remaining = loader.remaining
+        remaining = iteration.remaining
         return self.num_steps if remaining is None else max(1, min(self.num_steps, remaining))
 
     def leave(self) -> None:

@@ -21,6 +21,7 @@ from lockstep.comm import rng
 from lockstep.comm.view import ProcessView
 from lockstep.config.choices import RNGType, SchedulerUnit
 from lockstep.config.settings import Settings
+from lockstep.data.current_batch import CurrentBatch
 from lockstep.data.loader import PreparedDataLoader
 from lockstep.data.options import DataOptions
 from lockstep.data.prepare import prepare_loader, skip_first_batches
@@ -52,6 +53,7 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
     _precision: Precision
     _scaler: LossScaler | None
     _accumulation: Accumulation
+    _current_batch: CurrentBatch
     _models: list[nn.Module]
     _optimizers: list[PreparedOptimizer]
     _schedulers: list[PreparedScheduler]
@@ -146,12 +148,17 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
             if prepared.optimizer is optimizer:
                 return prepared
         made = PreparedOptimizer(
-            optimizer, self._accumulation, self._scaler, self._announce_run, self._gate, self._strategy.stepped
+            optimizer, self._accumulation, self._scaler, self._announce_run, self._gate, self._stepped
         )
         self._optimizers.append(made)
         for scheduler in self._schedulers:
             scheduler.adopt(made)
         return made
+
+    def _stepped(self, optimizer: PreparedOptimizer) -> None:
+        """After an optimizer's step: a script that calls ``loss.backward()`` itself trains as well."""
+        self._strategy.stepped(optimizer)
+        self._current_batch.trained()
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """One learning rate scheduler, following the optimizer it was made for."""
@@ -194,7 +201,7 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
             self._group,
             options,
             device=self.device if place else None,
-            open_loaders=self._accumulation.loaders,
+            current_batch=self._current_batch,
             synchronize=self._synchronize_loader,
             own_generator=RNGType.GENERATOR in self._settings.rng_types,
             sparing=self._settings.reproducible,
@@ -259,7 +266,7 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
         self._stop_watching()
         if self._scaler is not None:
             self._scaler.forget()
-        self._accumulation.loaders.clear()
+        self._current_batch.clear()
         self._accumulation.optimizers.clear()
         self._record = None  # what is prepared next may be set up differently
         self._accumulation.reset()
@@ -281,9 +288,10 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
     # --- told once ---------------------------------------------------------------------------------------------
 
     def _announce_horizon(self, scheduler: PreparedScheduler) -> None:
-        loader, length = self._accumulation.active_loader, horizon.schedule_length(scheduler.scheduler)
-        if length is None or not isinstance(loader, PreparedDataLoader) or not self._settings.step_with_optimizer:
+        iteration, length = self._current_batch.training, horizon.schedule_length(scheduler.scheduler)
+        if length is None or iteration is None or not self._settings.step_with_optimizer:
             return
+        loader = iteration.loader
         try:
             batches = len(loader)
         except TypeError:
@@ -300,13 +308,13 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
 
     def _announce_run(self, optimizer: PreparedOptimizer) -> None:
         """Before the first update: tell how the run is set up, and what that changes against the run before."""
-        loader = self._accumulation.active_loader
-        if self._record is not None or not isinstance(loader, PreparedDataLoader):
+        iteration = self._current_batch.training
+        if self._record is not None or iteration is None:
             return
         from lockstep.optim import effective, run_file  # loaded where it is used: once
 
         self._record = effective.record_of(
-            total_batch=loader.total_batch_size,
+            total_batch=iteration.loader.total_batch_size,
             processes=self.num_processes,
             accumulation=self._accumulation.num_steps,
             groups=optimizer.param_groups,

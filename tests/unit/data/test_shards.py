@@ -185,7 +185,10 @@ def check_workers(
     again = loaders(2)
     for loader in again:
         loader.load_state_dict(states[0])
+    if len(part) == len(expected):  # a place at the end of an epoch is the beginning of the next
+        part = []
     assert sorted(part + gathered(again)) == expected
+    assert sorted(gathered(again)) == expected, "the epoch after it is cut as well"
 
 
 def test_persistent_workers_give_the_same_twice() -> None:

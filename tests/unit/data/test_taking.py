@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.blackbox.box import NoBox
 from lockstep.config.handlers import DataLoaderConfiguration
+from lockstep.data.current_batch import CurrentBatch
 from lockstep.data.prepare import prepare_loader
 from lockstep.data.taking import workers_of
 from lockstep.guard.pace import Clock
@@ -68,10 +69,11 @@ def test_a_rank_that_reads_by_itself_has_none() -> None:
 def test_the_clock_sees_the_workers_of_the_innermost_loop() -> None:
     clock = Clock()
     group: Any = SimpleNamespace(rank=0, world_size=1, scopes=0, clock=clock, box=NoBox())
+    current_batch = CurrentBatch()  # one for all loaders, as an accelerator has
 
     def prepare(workers: int) -> Any:
         plain: Any = DataLoader(torch.arange(4), num_workers=workers)  # type: ignore[arg-type]
-        return prepare_loader(plain, group, DataLoaderConfiguration())
+        return prepare_loader(plain, group, DataLoaderConfiguration(), current_batch=current_batch)
 
     for _ in prepare(1):
         outer = clock.workers

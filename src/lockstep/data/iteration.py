@@ -1,0 +1,252 @@
+"""One iteration of a prepared loader: its own place, its own end, and beside each batch what all ranks hold of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lockstep.comm.profiled import being_profiled
+from lockstep.data import cursor
+from lockstep.data.round import Round, name_samples
+from lockstep.data.shards import UNKNOWN, Shard, ShardedIterable
+from lockstep.data.taking import short_form, workers_of
+from lockstep.errors import DataError
+
+if TYPE_CHECKING:
+    from lockstep.data.audit import Audit
+    from lockstep.data.dispatch import Share
+    from lockstep.data.loader import PreparedDataLoader
+
+Item = tuple[Any, Round, bool]
+"""A batch, its round, and whether it is this rank's last."""
+
+
+class Iteration:
+    """From the first batch that is drawn to the last, or until it is left.
+
+    What it knows of itself is about the batch that it has handed out. Several of one loader do not share anything.
+    """
+
+    def __init__(self, loader: PreparedDataLoader) -> None:
+        self.loader = loader
+        self.epoch = loader._epoch
+        self.number = 0
+        """The epoch it began in."""
+        self.turn = 0
+        """Which of its batches is being worked on, counted from 1."""
+        self.passed = 0
+        """Batches of the epoch that it does not hand out, as they were skipped or trained on before."""
+        self.round: Round | None = None
+        """What all ranks hold of the batch being worked on."""
+        self.start: list[int] = []
+        """Where in the epoch it began, for each worker of a stream."""
+        self.places: list[int] = []
+        """How far it has handed out, for each worker of a stream."""
+        self.snapshot: Any = None
+        """The state of a stateful inner loader after the batch being worked on."""
+        self._read_state: Any = None
+        """The same after the batch that was read last: one ahead."""
+        self.began: Tensor | None = None
+        """The state of the order's generator when the epoch began."""
+        self.began_epoch = 0
+        """The sampler's own count of epochs then."""
+        self.end_of_dataloader = False
+        """Whether the batch being worked on is the last."""
+        self.remainder = UNKNOWN
+        """Real samples in the last round: 0 when it is full, -1 while unknown."""
+        self.remaining: int | None = None
+        """Batches left, the current one included; None when nobody knows."""
+        self.begun_at = self.drawn_at = 0
+        """When it drew first and last, in draws of all loaders."""
+        self.trained = False
+        """Whether a batch of it has been trained on."""
+        self.superseded = False
+        """Whether a state was loaded meanwhile, so that it does not say any more where the loader stands."""
+        self.busy: Callable[[], float] | None = None
+        """What gives the share of its worker processes that are busy."""
+
+    def is_after(self, other: Iteration) -> bool:
+        """Whether it began after the other one's last batch."""
+        return self.begun_at > other.drawn_at
+
+    def batches(self) -> Iterator[Any]:
+        """The batches, on their device. Nothing is done before the first of them is drawn."""
+        loader, epoch, group = self.loader, self.epoch, self.loader._group
+        if loader._synchronize is not None:
+            loader._synchronize(cursor.shared_generator(loader.inner))
+        inner, shard = loader.borrow()
+        self._begin(inner, shard)
+        audit = self._audit(inner, shard)
+        current, mover, box = loader._current_batch, loader._mover, group.box
+        # What rank 0 hands out is waited for by the others: that says nothing about who is slow.
+        clock = None if loader.dispatched else group.clock
+        exhausted = False
+        asked = box.phase("data", site=True)
+        try:
+            source = self._dispatched(inner, shard) if loader.dispatched else self._ahead(inner, shard)
+            for batch, round_, last in source:
+                self.turn += 1
+                self.round = round_
+                if last:
+                    self.end_of_dataloader = True
+                    if self.remainder == UNKNOWN:
+                        self.remainder = shard.remainder(round_)
+                current.drew(self)
+                if audit is not None:
+                    audit.saw(round_, group.rank)
+                if loader.at_first_batch is not None:
+                    loader.be_ready()
+                answered = box.phase("")
+                if clock is not None and clock.on:
+                    clock.fetches.append((asked, answered))
+                yield batch if mover is None else mover.finish(batch)
+                asked = box.phase("data", site=True)
+                if self.remaining is not None:
+                    self.remaining -= 1
+                if loader.after_batch is not None:
+                    loader.after_batch()
+            loader.be_ready()  # where there was nothing to hand out
+            exhausted = True
+            if audit is not None:
+                epoch.audited = True
+                audit.finish(group)
+        finally:
+            # One that is collected late does not end the phase of what has begun since.
+            if current.newest in (self, None):
+                box.phase("")
+            self._end(inner, shard, exhausted)
+
+    def _begin(self, inner: DataLoader[Any], shard: Shard) -> None:
+        loader = self.loader
+        self.epoch.begins(self)
+        cursor.set_sampler_epoch(inner, self.number)
+        self.remaining, self.remainder = shard.left(), shard.expected_remainder()
+        self.passed = int(shard.restored or 0) if shard.resumes else shard.skip
+        self.start = shard.places(max(1, inner.num_workers))
+        self.places = list(self.start)
+        if not loader.reads:
+            shard.forget()
+
+    def _end(self, inner: DataLoader[Any], shard: Shard, exhausted: bool) -> None:
+        loader, current, clock = self.loader, self.loader._current_batch, self.loader._group.clock
+        current.ended(self)
+        self.epoch.ends(self, exhausted)
+        loader.give_back(inner, shard)
+        if clock is not None and clock.workers is self.busy:
+            clock.workers = None if current.newest is None else current.newest.busy
+        self.busy = None
+        del self.loader  # which may show what this one has handed out, and would keep itself alive
+
+    # --- where batches come from -------------------------------------------------------------------------------
+
+    def _ahead(self, inner: DataLoader[Any], shard: Shard) -> Iterator[Item]:
+        """This rank's batches; each is handed out when it is known whether another follows."""
+        batches = self._read(inner, shard)
+        start = self.loader._mover.start if self.loader._mover is not None else None
+        try:
+            batch, round_ = next(batches)
+        except StopIteration:
+            return
+        self.began, self.began_epoch, snapshot = shard.began, shard.began_epoch, self._read_state
+        batch = batch if start is None else start(batch)
+        places = self.places
+        self.start[round_.worker] = round_.start
+        for following, next_round in batches:
+            # On its way to the device while the one before it is computed on.
+            following = following if start is None else start(following)
+            self.snapshot = snapshot
+            places[round_.worker] = round_.end
+            yield batch, round_, False
+            batch, round_, snapshot = following, next_round, self._read_state
+        self.snapshot = self._read_state
+        places[round_.worker] = round_.end
+        yield batch, round_, True
+
+    def _dispatched(self, inner: DataLoader[Any], shard: Shard) -> Iterator[Item]:
+        """What rank 0 reads for this rank."""
+        from lockstep.data.dispatch import dispatch  # loaded where it is used, as not every script does
+
+        loader, group, places = self.loader, self.loader._group, self.places
+        read: deque[tuple[Round, Any]] = deque()
+        source = self._shares(inner, shard, read) if group.rank == 0 else None
+        start = loader._mover.start if loader._mover is not None else None
+        deliveries = dispatch(group, source, even=loader.even_batches)
+        while True:
+            try:
+                batch, round_, last = next(deliveries)
+            except StopIteration:
+                return
+            except Exception as error:
+                self._tell(error, None)  # says nothing twice
+                raise
+            if len(places) == 1:
+                self.start[0] = self.start[0] if self.turn else round_.start
+                places[0] = round_.end
+            for part, self.snapshot in [read.popleft() for _ in range(min(group.world_size, len(read)))]:
+                places[part.worker] = part.end  # what rank 0 has read, but not given out, does not count
+            if last:
+                self.snapshot = self._read_state
+            yield batch if start is None else start(batch), round_, last
+
+    def _shares(self, inner: DataLoader[Any], shard: Shard, read: deque[tuple[Round, Any]]) -> Iterator[Share]:
+        from lockstep.data.dispatch import Share
+
+        for batch, part in self._read(inner, shard):
+            self.began, self.began_epoch = shard.began, shard.began_epoch
+            read.append((part, self._read_state))
+            yield Share(batch=batch, start=part.start, rows=part.rows[0], real=part.real[0], ids=part.ids)
+
+    def _read(self, inner: DataLoader[Any], shard: Shard) -> Iterator[tuple[Any, Round]]:
+        """The batches that are read here, with their rounds; a failure is told to the other ranks."""
+        group = self.loader._group
+        alone = group.world_size == 1
+        stream = isinstance(shard, ShardedIterable)
+        stateful = stream and hasattr(inner, "state_dict")
+        coming = shard.coming
+        try:
+            batches = iter(inner)
+            if stream and inner.num_workers:
+                shard.forget()  # the workers have copies, and know where to begin
+            take = short_form(batches)
+            if group.clock is not None and not self.loader.dispatched:
+                group.clock.workers = self.busy = workers_of(batches)
+            while True:
+                try:
+                    batch = next(batches) if take is None or being_profiled() else take()
+                except StopIteration:
+                    if stateful:
+                        self._read_state = inner.state_dict()  # type: ignore[attr-defined]
+                    return
+                if stream:
+                    round_, batch = batch.round, batch.batch
+                else:
+                    round_ = coming.popleft()
+                if batch is None and not alone:
+                    raise DataError(
+                        f"The loader gave None instead of a batch for {name_samples(round_.ids)}. On several "
+                        "processes every rank needs its batch: let collate_fn always return one."
+                    )
+                if stateful:
+                    self._read_state = inner.state_dict()  # type: ignore[attr-defined]
+                yield batch, round_
+        except Exception as error:
+            self._tell(error, shard.latest if stream else coming[0] if coming else None)
+            raise
+
+    def _tell(self, error: Exception, round_: Round | None) -> None:
+        from lockstep.data import failure  # loaded when something has failed
+
+        failure.tell(error, self.loader._group, round_)
+
+    def _audit(self, inner: DataLoader[Any], shard: Shard) -> Audit | None:
+        fresh = not (self.epoch.audited or shard.skip or any(self.start))
+        name, alone = self.loader._name, self.loader._group.world_size == 1
+        if not name or alone or not fresh or isinstance(shard, ShardedIterable):
+            return None
+        from lockstep.data.audit import Audit  # loaded where it is used: one process has nobody to compare with
+
+        return Audit.of(inner, name, self.number)
