@@ -200,15 +200,11 @@ def settle(program: Program) -> Program:
     rule(program.accumulation == 1 or program.how == "no_sync", sync_with_dataloader=True, sync_each_batch=False)
     rule(program.accumulation == 1, how="accumulate")
 
-    # Not right yet, and so not drawn: iterations of one loader share its place, and a restored place is skipped twice.
-    rule(program.iteration == "zip", workers=0, persistent_workers=False)
-    rule(program.resume == "skip_first_batches", resume="load_state")
-
-    excluded = {"peek", "nested"} if program.metrics else set()
+    excluded: set[str] = set()
     if program.model == "gan":
         excluded |= {"probe"}
     if program.resume:
-        excluded |= {"peek", "nested", "evaluate", "save_state"}
+        excluded |= {"nested"}  # a whole epoch, which is not trained on
     if program.dispatch_batches:
         excluded |= {"main_evaluates_prepared"}
     rule(excluded, extras=tuple(extra for extra in program.extras if extra[0] not in excluded))

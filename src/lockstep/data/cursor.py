@@ -115,8 +115,13 @@ def _place_stream(loader: PreparedDataLoader, shard: ShardedIterable, places: li
         return
     workers = max(1, loader.inner.num_workers)
     if state["inner"] is not None and state["world_size"] == loader._group.world_size and _stateful(loader.inner):
-        loader.inner.load_state_dict(state["inner"])  # type: ignore[attr-defined]
-        shard.counted_from = places if any(places) else None
+        if any(places):
+            loader.inner.load_state_dict(state["inner"])  # type: ignore[attr-defined]
+            shard.counted_from = places
+        elif loader.inner.num_workers == 0:
+            # The epoch is over; what the data set keeps from one to the next is put into it here. Workers begin anew.
+            loader.inner.load_state_dict(state["inner"])  # type: ignore[attr-defined]
+            iter(loader.inner)
         return
     if any(places) and len(places) != workers:
         raise DataError(
@@ -188,11 +193,11 @@ def parts(inner: DataLoader[Any]) -> list[Any]:
     return [*found, inner.dataset]
 
 
-def set_sampler_epoch(inner: DataLoader[Any], epoch: int) -> None:
-    """Have a seedable sampler give the order of this epoch, whatever was left early or read ahead before."""
-    seedable = _seedable(inner)
-    if seedable is not None:
-        seedable.epoch = epoch
+def tell_epoch(inner: DataLoader[Any], epoch: int) -> None:
+    """Tell samplers and data set which epoch begins, if they want to know: an iteration left early did not count."""
+    for part in parts(inner):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
 
 
 def rewind(inner: DataLoader[Any], shard: Shard) -> None:

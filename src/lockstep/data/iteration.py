@@ -123,7 +123,7 @@ class Iteration:
     def _begin(self, inner: DataLoader[Any], shard: Shard) -> None:
         loader = self.loader
         self.epoch.begins(self)
-        cursor.set_sampler_epoch(inner, self.number)
+        cursor.tell_epoch(inner, self.number)
         self.remaining, self.remainder = shard.left(), shard.expected_remainder()
         self.passed = int(shard.restored or 0) if shard.resumes else shard.skip
         self.start = shard.places(max(1, inner.num_workers))

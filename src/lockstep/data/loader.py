@@ -156,9 +156,7 @@ class PreparedDataLoader(DataLoader[Any]):
     def begin_epoch(self, epoch: int) -> None:
         """Count epochs from here, and tell everything that wants to know."""
         self._epoch.number = epoch
-        for part in cursor.parts(self.inner):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        cursor.tell_epoch(self.inner, epoch)
 
     # --- where it is -------------------------------------------------------------------------------------------
 

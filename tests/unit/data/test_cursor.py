@@ -228,6 +228,47 @@ def test_the_loader_that_skips_and_its_origin_count_epochs_together() -> None:
     assert loader.iteration == 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("skipped", [0, 2, 3, 4])
+def test_skipping_on_a_restored_loader_counts_from_the_start_of_the_epoch(
+    kind: str, skipped: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    undisturbed = ranks_of(kind, 20, 2, 2)[1]
+    epoch, next_epoch = ([values(batch) for batch in undisturbed] for _ in range(2))
+    state = walk(ranks_of(kind, 20, 2, 2), 3)[1][1]
+    loader = ranks_of(kind, 20, 2, 2)[1]
+    loader.load_state_dict(state)
+    short = loader.skipping(skipped)
+    assert [values(batch) for batch in short] == epoch[skipped:]
+    assert loader.iteration == 1
+    assert [values(batch) for batch in loader] == next_epoch
+    assert caplog.text.count("from the start of the epoch") == (skipped != 3)
+
+
+def test_the_place_of_a_loader_that_skips_is_its_origins() -> None:
+    """Scripts save the loader that they have prepared, while they iterate the one that skips."""
+    loader = ranks_of("shuffled", 20, 2, 1)[0]
+    rest = []
+    for number, batch in enumerate(loader.skipping(2)):
+        if number:
+            rest += values(batch)
+        else:
+            state = loader.state_dict()
+    again = ranks_of("shuffled", 20, 2, 1)
+    again[0].load_state_dict(state)
+    assert whole(again) == rest
+
+
+def test_another_world_size_says_how_many_batches_were_trained_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    state = walk(ranks_of("plain", 20, 2, 2), 3)[1][0]
+    loader = ranks_of("plain", 20, 2, 1)[0]
+    loader.load_state_dict(state)
+    loader.skipping(3)
+    assert "3 batches are skipped from the start of the epoch; the state that was loaded is from after 6" in caplog.text
+
+
 def test_bad_numbers_to_skip() -> None:
     loader = DataLoader(Numbers(4))
     for wrong in (-1, 1.5, True):
