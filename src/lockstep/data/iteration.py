@@ -207,6 +207,7 @@ class Iteration:
         stream = isinstance(shard, ShardedIterable)
         stateful = stream and hasattr(inner, "state_dict")
         coming = shard.coming
+        drops = shard.batches_to_drop(inner.num_workers) if isinstance(shard, ShardedIterable) else 0
         try:
             batches = iter(inner)
             if stream and inner.num_workers:
@@ -232,6 +233,10 @@ class Iteration:
                     )
                 if stateful:
                     self._read_state = inner.state_dict()  # type: ignore[attr-defined]
+                if drops:
+                    drops -= 1
+                    self.start[round_.worker] = self.places[round_.worker] = round_.end
+                    continue
                 yield batch, round_
         except Exception as error:
             self._tell(error, shard.latest if stream else coming[0] if coming else None)

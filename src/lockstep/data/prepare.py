@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from lockstep.blackbox.box import NoBox
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.data import cursor
 from lockstep.data.current_batch import CurrentBatch
 from lockstep.data.loader import PreparedDataLoader
 from lockstep.data.sampler import SeedableRandomSampler
 from lockstep.data.shards import Deal, DealtBatchSampler, Shard, ShardedBatchSampler, ShardedIterable
+from lockstep.data.skip import SkippedSampler, skip_unprepared
 from lockstep.data.tagged import Tagging
 from lockstep.errors import ConfigError, UsageError
 from lockstep.topology.group import Group
-
-_ALONE: Any = SimpleNamespace(rank=0, world_size=1, scopes=0, clock=None, box=NoBox())
-"""The group of a loader that was never prepared."""
 
 
 def prepare_loader(
@@ -92,16 +88,16 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     """The loader without its first batches, none of which is read where the data set has indices.
 
     Args:
-        dataloader: A prepared loader, or any of torch's.
+        dataloader: A prepared loader, or any of torch's, which can be prepared afterwards.
         num_batches: How many batches of this process to leave out, each time it is iterated.
     """
     if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
         raise ConfigError(f"num_batches={num_batches!r} is not a number of batches. Allowed: 0 and more.")
     if not isinstance(dataloader, DataLoader):
         raise UsageError(f"skip_first_batches needs a DataLoader, not a {type(dataloader).__name__}.")
-    if not isinstance(dataloader, PreparedDataLoader):
-        dataloader = prepare_loader(dataloader, _ALONE, DataLoaderConfiguration())
-    return dataloader.skipping(num_batches)
+    if isinstance(dataloader, PreparedDataLoader):
+        return dataloader.skipping(num_batches)
+    return skip_unprepared(dataloader, num_batches)
 
 
 def _shard(inner: DataLoader[Any], deal: Deal, split: bool) -> Shard:
@@ -139,8 +135,11 @@ def _make_seedable(inner: DataLoader[Any], seed: int | None) -> None:
     fresh = SeedableRandomSampler(sampler, seed)
     inner.__dict__["sampler"] = fresh
     if inner.batch_sampler is not None:
-        copied = copy.copy(inner.batch_sampler)
-        copied.sampler = fresh  # type: ignore[attr-defined]
+        if isinstance(inner.batch_sampler, SkippedSampler):
+            copied: Any = inner.batch_sampler.with_sampler(fresh)
+        else:
+            copied = copy.copy(inner.batch_sampler)
+            copied.sampler = fresh
         inner.__dict__["batch_sampler"] = copied
 
 

@@ -416,9 +416,12 @@ class ShardedIterable(Shard, IterableDataset[Any]):
     def places(self, workers: int) -> list[int]:
         """Where each worker's stream begins."""
         starts = self.counted_from or self.starts or [self.start] * workers
-        # Batches come from the workers in turn.
-        rounds = [max(0, -(-(self.skips - worker) // workers)) for worker in range(workers)]
-        return [start + skipped * self.size for start, skipped in zip(starts, rounds, strict=True)]
+        skips = self.skips if workers == 1 else 0
+        return [start + skips * self.size for start in starts]
+
+    def batches_to_drop(self, workers: int) -> int:
+        """Batches that are read before the first one that counts: those of several workers come in turn."""
+        return self.skips * (self.deal.world_size if self.deal.everyone else 1) if workers > 1 else 0
 
     def forget(self) -> None:
         """Begin the next iteration at its start."""

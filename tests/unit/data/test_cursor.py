@@ -222,6 +222,18 @@ def test_skipping_leaves_out_the_first_batches(
         assert [values(batch) for batch in loader] == [values(batch) for batch in again]
 
 
+@pytest.mark.parametrize("skipped", [1, 2, 3])
+def test_skipping_batches_of_workers_leaves_the_others_in_their_order(skipped: int) -> None:
+    loader = prepare(DataLoader(Stream(7), batch_size=2, num_workers=2), 0, 1)
+    everything = [values(batch) for batch in loader]
+    found = []
+    for batch in loader.skipping(skipped):
+        found.append(values(batch))
+        state = loader.state_dict()
+    assert found == everything[skipped:]
+    assert state["places"] == [7, 7]
+
+
 def test_the_loader_that_skips_and_its_origin_count_epochs_together() -> None:
     [loader] = ranks_of("seeded", 10, 2, 1)
     list(loader.skipping(2))
