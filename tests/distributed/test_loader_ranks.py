@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, ra
 
 from lockstep import Accelerator, DataError, DataLoaderConfiguration
 from lockstep.testing import run_ranks
-from tests.datasets import Numbers
+from tests.datasets import Numbers, SizedStream
 from tests.ranks import in_soak
 
 
@@ -357,3 +359,78 @@ def test_even_batches_can_be_overridden_for_a_while() -> None:
     results = run_ranks(overridden, 2, timeout=60)
     assert results[0] == [[2, 2], [2, 2], [2, 2]]
     assert results[1] == [[2, 2], [1, 1], [2, 2]]
+
+
+# --- copies and several iterations -------------------------------------------------------------------------------
+
+
+def copies(options: dict[str, Any]) -> list[list[int]]:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
+    loader = accelerator.prepare(DataLoader(Numbers(11), batch_size=2))
+    found = []
+    for one in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader)), loader):
+        found.append([item for batch in one for item in accelerator.gather_for_metrics(batch).tolist()])
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}], ids=str)
+def test_copies_work_on_ranks(options: dict[str, Any]) -> None:
+    assert run_ranks(copies, 2, options) == [[list(range(11))] * 3] * 2
+
+
+def several(kind: str, options: dict[str, Any], workers: int) -> dict[str, Any]:
+    """Metrics and updates of a training loop in which other iterations come and go."""
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options), gradient_accumulation_steps=3)
+    data: Any = Numbers(19) if kind == "map" else SizedStream(19)
+    model = nn.Linear(1, 1)
+    model, optimizer, loader, held_out = accelerator.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        DataLoader(data, batch_size=2, num_workers=workers),
+        DataLoader(Numbers(3), batch_size=2),
+    )
+    seen: list[int] = []
+    evaluated: list[int] = []
+    updates: list[int] = []
+    kept = []
+    for step, batch in enumerate(loader):
+        if step in (0, 3):
+            next(iter(loader))
+            evaluated += [item for one in held_out for item in accelerator.gather_for_metrics(one).tolist()]
+        if step == 1:
+            kept.append(iter(held_out))
+            next(kept[-1])
+        if step == 2:
+            evaluated += [item for one in loader for item in accelerator.gather_for_metrics(one).tolist()]
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch.float().reshape(-1, 1)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            updates.append(step)
+        kept.clear()
+        seen += accelerator.gather_for_metrics(batch).tolist()
+    pairs = [[one.tolist(), other.tolist()] for one, other in zip(loader, loader)]  # noqa: B905
+    return {"seen": seen, "evaluated": evaluated, "updates": updates, "pairs": pairs}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "workers"),
+    [
+        ("map", {}, 0),
+        ("map", {"dispatch_batches": True}, 0),
+        ("stream", {}, 0),
+        pytest.param("map", {}, 1, marks=pytest.mark.soak),
+        pytest.param("stream", {"dispatch_batches": False}, 0, marks=pytest.mark.soak),
+        pytest.param("stream", {}, 1, marks=pytest.mark.soak),
+        pytest.param("map", {"split_batches": True}, 0, marks=pytest.mark.soak),
+    ],
+)
+def test_other_iterations_change_neither_metrics_nor_updates(kind: str, options: dict[str, Any], workers: int) -> None:
+    steps = 10 if options.get("split_batches") else 5
+    for result in run_ranks(several, 2, kind, options, workers):
+        assert result["seen"] == list(range(19))
+        assert result["evaluated"] == [*range(3), *range(19), *range(3)]
+        assert result["updates"] == sorted({*range(2, steps, 3), steps - 1})
+        assert len(result["pairs"]) == steps
+        assert all(one == other for one, other in result["pairs"])

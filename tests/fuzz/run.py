@@ -137,6 +137,8 @@ class Run:
             self.accelerator.load_state(str(folder))
             self.seen, self.micro_batches = json.loads(saved)
             loader = self.loader
+            if loader.iteration:
+                return  # it was saved at the end of the epoch
             if self.program.resume == "skip_first_batches":
                 loader = self.accelerator.skip_first_batches(loader, self.program.resume_at)
             for batch in self.batches(loader):

@@ -4,21 +4,43 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch.utils.data import DataLoader
 
+from lockstep.blackbox.box import NoBox
 from lockstep.data import cursor
 from lockstep.data.current_batch import CurrentBatch
 from lockstep.data.epoch import Epoch
 from lockstep.data.iteration import Iteration
 from lockstep.data.round import Round
 from lockstep.data.shards import UNKNOWN, Shard
+from lockstep.errors import UsageError
+from lockstep.topology import current
 from lockstep.topology.group import Group
 
 if TYPE_CHECKING:
     from lockstep.data.mover import Mover
+
+
+class Elsewhere:
+    """In the place of the group, in a process that is not the rank the loader was prepared in: it can only read."""
+
+    clock = None
+    scopes = 1  # a failure to read has nobody to be told to
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.box = NoBox()
+
+    def check(self, doing: str) -> NoReturn:
+        """Refuse what needs the other ranks."""
+        raise UsageError(
+            f"This loader was pickled in rank {self.rank} of {self.world_size} and unpickled in a process that is not "
+            "this rank. Rank 0 reads its batches for all (dispatch_batches), so they only come in the ranks themselves."
+        )
 
 
 class PreparedDataLoader(DataLoader[Any]):
@@ -69,6 +91,8 @@ class PreparedDataLoader(DataLoader[Any]):
         """Called when the script is done with a batch."""
         self.at_first_batch: Callable[[], None] | None = None
         """Called once, when the next iteration has its first batch ready, or knows that there is none."""
+        self.is_copy = False
+        """Whether it was copied from a prepared loader."""
 
     # --- what it is --------------------------------------------------------------------------------------------
 
@@ -180,6 +204,53 @@ class PreparedDataLoader(DataLoader[Any]):
         twin.shard.skip += batches
         cursor.rewind(twin.inner, twin.shard)
         return twin
+
+    # --- copies ------------------------------------------------------------------------------------------------
+
+    def __copy__(self) -> PreparedDataLoader:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedDataLoader:
+        """A loader of its own in the same job: it begins at the start, or where this one's next iteration would."""
+        twin = memo[id(self)] = copy.copy(self)
+        twin.__dict__.update(copy.deepcopy(self._own_parts(), memo))
+        twin._spare = [(twin.inner, twin.shard)]
+        return twin
+
+    def _own_parts(self) -> dict[str, Any]:
+        inner = copy.copy(self.inner)
+        inner.__dict__["_iterator"] = None  # worker processes stay where they are
+        # The audit compares loaders by name, and this one takes part already.
+        return {
+            "inner": inner,
+            "shard": self.shard,
+            "_dataset": self._dataset,
+            "_epoch": self._epoch,
+            "_name": "",
+            "is_copy": True,
+        }
+
+    def __getstate__(self) -> dict[str, Any]:
+        moved = None if self._mover is None else (self._mover.device, self._mover.non_blocking)
+        here = {"_group": (self._group.rank, self._group.world_size), "_mover": moved}
+        return {**self.__dict__, **self._own_parts(), **here, "_spare": (), "after_batch": None, "at_first_batch": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._spare = [(self.inner, self.shard)]
+        rank, world_size = state["_group"]
+        session = current.peek()
+        if session is not None and (session.topology.rank, session.topology.world_size) == (rank, world_size):
+            self._group = session.group
+        else:
+            self._group = cast(Group, Elsewhere(rank, world_size))
+            self._synchronize = None
+        if state["_mover"] is not None:
+            from lockstep.data.mover import Mover  # loaded where there is somewhere to move to
+
+            self._mover = Mover(*state["_mover"])
 
     # --- iterating ---------------------------------------------------------------------------------------------
 

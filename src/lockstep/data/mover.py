@@ -18,24 +18,24 @@ class Mover:
     """Copies batches to one device."""
 
     def __init__(self, device: torch.device, non_blocking: bool) -> None:
-        self._device = device
-        self._non_blocking = non_blocking
+        self.device = device
+        self.non_blocking = non_blocking
         streams = device.type != "cpu" and torch.accelerator.current_accelerator() is not None
         self._stream = torch.Stream(device) if streams and device.type in ("cuda", "xpu") else None
 
     def start(self, batch: Any) -> tuple[Any, torch.Event | None]:
         """Begin to copy a batch."""
         if self._stream is None:
-            return send_to_device(batch, self._device, self._non_blocking), None
+            return send_to_device(batch, self.device, self.non_blocking), None
         with self._stream:
-            moved = send_to_device(batch, self._device, self._non_blocking)
+            moved = send_to_device(batch, self.device, self.non_blocking)
         return moved, self._stream.record_event()
 
     def finish(self, moving: tuple[Any, torch.Event | None]) -> Any:
         """The batch, for use in the stream of the caller."""
         moved, event = moving
         if event is not None:
-            stream = torch.accelerator.current_stream(self._device)
+            stream = torch.accelerator.current_stream(self.device)
             stream.wait_event(event)
 
             def claim(tensor: Tensor) -> Tensor:

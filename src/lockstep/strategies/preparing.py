@@ -188,8 +188,14 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
                 "slice_fn_for_dispatch has nothing to do here: rank 0 reads a batch of its own for every rank, so that "
                 "no batch is ever sliced. Leave it out."
             )
-        if isinstance(data_loader, PreparedDataLoader) and self._known(data_loader, self._dataloaders):
-            return data_loader
+        if isinstance(data_loader, PreparedDataLoader):
+            if data_loader.is_copy and data_loader._current_batch is self._current_batch:
+                if not any(data_loader is other for other in self._dataloaders):
+                    self._dataloaders.append(data_loader)
+                return data_loader
+            if any(data_loader._epoch is other._epoch for other in self._dataloaders):
+                return data_loader  # itself, or without its first batches
+            self._known(data_loader, self._dataloaders)
         place = self.device_placement if device_placement is None else device_placement
         options = self.dataloader_config
         if options.use_seedable_sampler and options.data_seed is None:
