@@ -497,13 +497,11 @@ class Accelerator(Prepares, Talk, SavesModels):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Called on: all ranks. The same, without the samples that were repeated to fill the last batch."""
-        if not self.use_distributed:
-            return input_data
-        from lockstep.data import metrics  # loaded where it is used: one process has nothing to gather
+        from lockstep.data import metrics  # loaded where it is used, as not every script evaluates
 
         newest = self._current_batch.newest
-        now = None if newest is None else newest.round
-        return metrics.gather(self._group, input_data, now, as_objects=use_gather_object)
+        now, counts = (None, None) if newest is None else (newest.round, newest.item_counts)
+        return metrics.gather(self._group, input_data, now, as_objects=use_gather_object, counts=counts)
 
 
 def _spell_samples(now: Round | None) -> str:

@@ -58,6 +58,31 @@ def test_metrics_are_exact_on_one_process() -> None:
     assert run_ranks(exact, 1, {}) == [(3 * 17 * 4, [])]
 
 
+def means(options: dict[str, Any]) -> list[Any]:
+    """The cases in which a mean, repeated as for a full batch, or padded rows do not give one value per sample."""
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
+    wrong = []
+    for kind, count, batch_size in itertools.product(DATA, (1, 3, 6, 10, 13), (1, 4)):
+        loader = accelerator.prepare(DataLoader(DATA[kind](count), batch_size=batch_size))
+        due = found = several = 0
+        for batch in loader:
+            assert loader.current is not None
+            due += sum(loader.current.real)
+            found += len(accelerator.gather_for_metrics(batch.float().mean().repeat(batch_size)))
+            several += len(accelerator.gather_for_metrics(["x"] * 2 * len(batch)))
+        if due != found or (several != 2 * due and count >= batch_size * accelerator.num_processes):
+            wrong.append((kind, count, batch_size, due, found, several))
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 2, *in_soak(3, 4)])
+@pytest.mark.parametrize("even", [True, False])
+def test_a_mean_for_each_sample_of_a_full_batch_counts_real_samples(world_size: int, even: bool) -> None:
+    for dispatch in (False, True):
+        options = {"even_batches": even, "dispatch_batches": dispatch}
+        assert run_ranks(means, world_size, options) == [[]] * world_size
+
+
 @dataclass
 class Batch:
     numbers: Tensor

@@ -52,6 +52,7 @@ def test_metrics_are_gathered_without_repetitions(runs: Runs) -> None:
             samples = int(name.split("samples=")[1].split()[0])
             assert seen["tensor"] == list(range(samples)), name
             assert seen["structure"] == [2 * sample for sample in range(samples)], name
+            assert len(seen["repeated"]) == len(seen["repeated objects"]) == samples, name
 
 
 def test_work_is_divided_the_same_way(runs: Runs) -> None:

@@ -58,6 +58,8 @@ class Share:
     """How many of them are no repeats; they come first."""
     ids: Sequence[int] = ()
     """Its samples, as in `Round.ids`."""
+    size: int = 0
+    """Samples in a full batch, as in `Round.size`."""
 
 
 def dispatch(group: Group, source: Iterator[Share] | None, *, even: bool) -> Iterator[Delivery]:
@@ -127,6 +129,7 @@ def _round(shares: list[Share], rank: int, world_size: int) -> Round:
         rows=tuple(share.rows for share in shares) + none,
         real=tuple(share.real for share in shares) + none,
         ids=shares[rank].ids,
+        size=max(share.size for share in shares),
     )
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.comm.profiled import being_profiled
 from lockstep.data import cursor
-from lockstep.data.round import Round, name_samples
+from lockstep.data.round import ItemCounts, Round, name_samples
 from lockstep.data.shards import UNKNOWN, Shard, ShardedIterable
 from lockstep.data.taking import short_form, workers_of
 from lockstep.errors import DataError
@@ -42,6 +42,8 @@ class Iteration:
         """Batches of the epoch that it does not hand out, as they were skipped or trained on before."""
         self.round: Round | None = None
         """What all ranks hold of the batch being worked on."""
+        self.item_counts = ItemCounts()
+        """What metrics have shown of the items per sample."""
         self.start: list[int] = []
         """Where in the epoch it began, for each worker of a stream."""
         self.places: list[int] = []
@@ -198,7 +200,9 @@ class Iteration:
         for batch, part in self._read(inner, shard):
             self.began, self.began_epoch = shard.began, shard.began_epoch
             read.append((part, self._read_state))
-            yield Share(batch=batch, start=part.start, rows=part.rows[0], real=part.real[0], ids=part.ids)
+            yield Share(
+                batch=batch, start=part.start, rows=part.rows[0], real=part.real[0], ids=part.ids, size=part.size
+            )
 
     def _read(self, inner: DataLoader[Any], shard: Shard) -> Iterator[tuple[Any, Round]]:
         """The batches that are read here, with their rounds; a failure is told to the other ranks."""

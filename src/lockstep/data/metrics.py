@@ -2,13 +2,14 @@
 
 How many samples each rank's batch holds, and how many of them are real, stands in the `Round`: nothing is guessed
 from the length of what was gathered. Joining is done by `Joiner`, which talks to nobody; a round that is complete
-has nothing to drop and takes the plain gather.
+has nothing to drop and takes the plain gather. One process is a world of one: nothing has to be gathered, and what a
+script computed for a full batch when its last one is shorter is dropped as anywhere else.
 """
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm import objects, tensors, trees, verify
-from lockstep.data.round import Round
+from lockstep.data.round import ItemCounts, Round
 from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.topology.group import Group
 
@@ -32,6 +33,7 @@ def gather(
     now: Round | None,
     *,
     as_objects: bool = False,
+    counts: ItemCounts | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Any:
     """Called on: all ranks that have a batch in this round. What they computed from it, without repeated samples.
@@ -44,17 +46,22 @@ def gather(
     - Any other list, tuple or iterable holds the samples' objects: these follow each other in one list.
     - Anything else (a number, a string) becomes a list of one value per rank.
 
+    One process gets its own structure back: the types in it, and tensors without dimensions, stay what they are.
+
     Args:
         group: The job.
         data: What this rank computed.
         now: The round that is being worked on; without one nothing is dropped.
         as_objects: Take tensors in a list for objects of single samples.
+        counts: What the iteration has shown of the items per sample so far.
         announce: Called, on one rank, with what could not be dropped, in place of a warning in the log; in debug mode
             it is an error on all.
     """
-    if group.world_size == 1:
-        return data
     plain = now is None or now.complete
+    if now is not None and counts is not None and counts.begin(now) and plain:
+        _learn(counts, data, now.rows[0], as_objects)
+    if plain and group.world_size == 1:
+        return data
     if plain and isinstance(data, Tensor) and not as_objects:
         return tensors.gather(group, data)
     leaves, signature = trees.flatten(data)
@@ -62,10 +69,12 @@ def gather(
     # that is empty here and not on other ranks.
     tensors_only = bool(leaves) and (signature in group.memo or all(isinstance(leaf, Tensor) for leaf in leaves))
     as_tensors = tensors_only and not as_objects
+    if group.world_size == 1:
+        return _alone(group, data, now, as_tensors, as_objects, counts)
     if plain and as_tensors:
         return tensors.gather_flat(group, data, leaves, signature)
     ranks, share = _take_part(group, now)
-    joiner = Joiner(share, as_objects)
+    joiner = Joiner(share, as_objects, counts)
     if as_tensors:
         parts = _leaves_of_all(group, data, leaves, signature, ranks, share)
         result = _join_leaves(joiner, data, leaves, parts)
@@ -85,7 +94,7 @@ def _take_part(group: Group, now: Round | None) -> tuple[Sequence[int], Share | 
             f"{now.rows}), so the others do not wait for it. Call it inside the loop over the prepared loader only."
         )
     ranks = [rank for rank, rows in enumerate(now.rows) if rows]
-    return ranks, Share(tuple(now.rows[rank] for rank in ranks), tuple(now.real[rank] for rank in ranks))
+    return ranks, Share(tuple(now.rows[rank] for rank in ranks), tuple(now.real[rank] for rank in ranks), now.size)
 
 
 def _complain(
@@ -200,6 +209,8 @@ class Share:
     """Samples in the batch; at least 1."""
     real: tuple[int, ...]
     """How many of them are no repeats; they come first."""
+    size: int = 0
+    """Samples in a full batch, where one of these may be shorter."""
 
     @property
     def averages(self) -> bool:
@@ -207,18 +218,30 @@ class Share:
         counted = [(rows, real) for rows, real in zip(self.rows, self.real, strict=True) if real]
         return len(set(counted)) == 1 and counted[0][0] == counted[0][1]
 
-    def kept(self, counts: Sequence[int]) -> tuple[int, ...] | None:
+    def kept(self, counts: Sequence[int], known: int | None = None) -> tuple[int, ...] | None:
         """How many of the ``counts`` items of each rank are of real samples; None when that cannot be told.
 
-        It can be told when there are equally many items for each sample, on all ranks.
+        It can be told when there are equally many items for each sample, on all ranks, or for each sample of a full
+        batch: scripts repeat the mean loss by their batch size, or pad a short batch. When it may be either, how many
+        items per sample are ``known`` decides; without that, a full batch's worth of items is one per sample.
         """
-        if self.real == self.rows:
+        short = any(rows < self.size for rows in self.rows)
+        if self.real == self.rows and not short:
             return tuple(counts)
-        per_sample = {divmod(count, rows) for count, rows in zip(counts, self.rows, strict=True)}
-        multiple, rest = per_sample.pop()
-        if per_sample or rest:
-            return None
-        return tuple(multiple * real for real in self.real)
+        each = _per_sample(counts, self.rows)
+        padded = _per_sample(counts, [self.size] * len(counts)) if short else None
+        if padded is not None and (each is None or padded == (1 if known is None else known)):
+            each = padded
+        if each is None:
+            return tuple(counts) if self.real == self.rows else None
+        return tuple(each * real for real in self.real)
+
+
+def _per_sample(counts: Sequence[int], rows: Sequence[int]) -> int | None:
+    """Items for each sample; None when they are not equally many."""
+    found = {divmod(count, batch) for count, batch in zip(counts, rows, strict=True)}
+    multiple, rest = found.pop()
+    return None if found or rest else multiple
 
 
 def form_of(value: Any, as_objects: bool = False) -> str:
@@ -243,9 +266,10 @@ def form_of(value: Any, as_objects: bool = False) -> str:
 class Joiner:
     """Makes one structure of the ranks' structures, in rank order, and notes what it could not do right."""
 
-    def __init__(self, share: Share | None, as_objects: bool = False) -> None:
+    def __init__(self, share: Share | None, as_objects: bool = False, counts: ItemCounts | None = None) -> None:
         self._share = share
         self._as_objects = as_objects
+        self._counts = counts
         self.complaints: dict[str, str] = {}
         """Kind of complaint -> the first one of it. The same on all ranks, as all join the same."""
 
@@ -261,7 +285,7 @@ class Joiner:
         if forms[0] == "record":
             return self._record(parts, path)
         if forms[0] == "samples":
-            kept = self._kept([len(part) for part in parts], "objects", path)
+            kept = self.kept([len(part) for part in parts], "objects", path, _key(path, parts[0]))
             return [item for part, count in zip(parts, kept, strict=True) for item in part[:count]]
         average = isinstance(parts[0], numbers.Number) and not isinstance(parts[0], bool)
         kept = self._kept_values(len(parts), average, path)
@@ -274,7 +298,7 @@ class Joiner:
             return torch.cat([part.reshape(1)[:count] for part, count in zip(parts, kept, strict=True)])
         if len({(part.dtype, part.ndim, part.shape[1:]) for part in parts}) > 1:
             raise _differs("shapes or dtypes", path, [f"{list(part.shape)} {part.dtype}" for part in parts])
-        kept = self._kept([len(part) for part in parts], "rows", path)
+        kept = self.kept([len(part) for part in parts], "rows", path, _key(path, parts[0]))
         return torch.cat([part[:count] for part, count in zip(parts, kept, strict=True)])
 
     def _record(self, parts: Sequence[Any], path: str) -> Any:
@@ -287,13 +311,15 @@ class Joiner:
                 raise _differs("fields", path, [_fields_of(part) for part in parts])
             # By key, as ranks may have filled their mappings in different orders.
             fields.append([part[key] for key in keys] if kind in ("dict", "mapping") else trees.parts(part, kind)[1])
-        steps = [f".{key}" if kind == "dataclass" else f"[{key!r}]" for key in _each_key(keys)]
+        steps = [step for step, _ in _fields(first)]
         columns = zip(*fields, strict=True)
         joined = [self.join(column, path + step) for step, column in zip(steps, columns, strict=True)]
         return trees.rebuild(first, kind, keys, joined)
 
-    def _kept(self, counts: Sequence[int], what: str, path: str) -> Sequence[int]:
-        kept = counts if self._share is None else self._share.kept(counts)
+    def kept(self, counts: Sequence[int], what: str, path: str, key: Any) -> Sequence[int]:
+        """How many of each rank's items are of real samples."""
+        known = None if self._counts is None else self._counts.per_sample(key)
+        kept = counts if self._share is None else self._share.kept(counts, known)
         if kept is not None:
             return kept
         assert self._share is not None
@@ -320,6 +346,71 @@ class Joiner:
                 'F.cross_entropy(..., reduction="none"), or weight each rank\'s value by its real samples.',
             )
         return [int(real > 0) for real in self._share.real]
+
+
+def _key(path: str, items: Any) -> Any:
+    """What items of one place and kind have in common from round to round."""
+    return (path, items.dtype, items.ndim) if isinstance(items, Tensor) else path
+
+
+def _learn(counts: ItemCounts, data: Any, rows: int, as_objects: bool) -> None:
+    """Note how many items there are for each of a batch's samples."""
+    as_tensors = not as_objects and all(isinstance(leaf, Tensor) for leaf in trees.flatten(data)[0])
+    for path, items in trees.walk_paths(data) if as_tensors else _items(data, as_objects):
+        if not isinstance(items, Tensor) or items.ndim:
+            counts.learn(_key(path, items), len(items), rows)
+
+
+def _items(value: Any, as_objects: bool, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors and lists of a structure that may have items per sample, each with its path."""
+    form = form_of(value, as_objects)
+    if form == "record":
+        for step, item in _fields(value):
+            yield from _items(item, as_objects, path + step)
+    elif form == "tensor" or (form == "samples" and hasattr(value, "__len__")):
+        yield path, value
+
+
+def _alone(
+    group: Group,
+    data: Any,
+    now: Round | None,
+    as_tensors: bool,
+    as_objects: bool,
+    counts: ItemCounts | None,
+) -> Any:
+    """On one process: the structure without what was computed beyond the samples of a short batch."""
+    joiner = Joiner(_take_part(group, now)[1], as_objects, counts)
+    if as_tensors:
+        kept = [_trimmed(joiner, leaf, path) for path, leaf in trees.walk_paths(data)]
+        return trees.unflatten(data, iter(kept))
+    return _trimmed_objects(joiner, data, as_objects)
+
+
+def _trimmed_objects(joiner: Joiner, value: Any, as_objects: bool, path: str = "") -> Any:
+    form = form_of(value, as_objects)
+    if form == "record":
+        kind = trees.kind_of(value)
+        fields = [_trimmed_objects(joiner, item, as_objects, path + step) for step, item in _fields(value)]
+        return trees.rebuild(value, kind, trees.parts(value, kind)[0], fields)
+    # What has no places can only be iterated, once: it stays as it is.
+    placed = form == "samples" and hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    return _trimmed(joiner, value, path) if placed or form == "tensor" else value
+
+
+def _trimmed(joiner: Joiner, items: Any, path: str) -> Any:
+    if isinstance(items, Tensor) and not items.ndim:
+        return items
+    (kept,) = joiner.kept([len(items)], "items", path, _key(path, items))
+    return items if kept == len(items) else items[:kept]
+
+
+def _fields(record: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of a record, each with its step in a path."""
+    kind = trees.kind_of(record)
+    keys, values = trees.parts(record, kind)
+    for key, value in zip(_each_key(keys), values, strict=True):
+        yield f".{key}" if kind == "dataclass" else f"[{key!r}]", value
 
 
 def _join_leaves(joiner: Joiner, data: Any, leaves: Sequence[Tensor], parts: list[list[Tensor]]) -> Any:

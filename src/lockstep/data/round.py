@@ -27,16 +27,49 @@ class Round:
     """This rank's samples: indices into a map-style data set, places in the stream of an iterable one."""
     worker: int = field(default=0, compare=False)
     """The worker process whose stream the samples are from."""
+    size: int = field(default=0, compare=False)
+    """Samples in a full batch, where some rank's batch may be shorter; 0 where none is."""
 
     @property
     def complete(self) -> bool:
-        """Whether every rank has equally many rows and none is a repeat."""
-        return self.real == self.rows and len(set(self.rows)) == 1
+        """Whether every rank has a full batch and no sample is a repeat."""
+        return self.real == self.rows and len(set(self.rows)) == 1 and self.rows[0] >= self.size
 
     @property
     def end(self) -> int:
         """Where the next round starts."""
         return self.start + sum(self.real)
+
+
+class ItemCounts:
+    """How many rows or objects the script passes to metrics for each sample of a loader, learnt in one iteration.
+
+    Of a short batch alone this cannot be told: 4 rows for 2 samples, at a batch size of 4, are 2 for each sample, or 1
+    for each sample of a batch that was padded.
+    """
+
+    def __init__(self) -> None:
+        self._first: Round | None = None
+        self._now: Round | None = None
+        self._call = 0
+        self._known: dict[Any, int] = {}
+
+    def begin(self, now: Round) -> bool:
+        """Count a call; whether it is one to learn from: in the first round that metrics were gathered in."""
+        if now is not self._now:
+            self._now, self._call = now, 0
+            self._first = self._first or now
+        self._call += 1
+        return now is self._first
+
+    def learn(self, key: Any, count: int, rows: int) -> None:
+        """Note that a batch of so many rows came with so many items in the place that the key stands for."""
+        if count % rows == 0:
+            self._known[self._call, key] = count // rows
+
+    def per_sample(self, key: Any) -> int | None:
+        """How many items there are for each sample in this call; None when that is not known."""
+        return self._known.get((self._call, key))
 
 
 def name_samples(ids: Sequence[Any]) -> str:

@@ -64,8 +64,8 @@ class Deal:
         """The last round, with ``left`` samples for parts of ``share``."""
         real = tuple(max(0, min(share, left - rank * share)) for rank in range(self.world_size))
         if not self.fills:
-            return Round(start, real, real)
-        return Round(start, tuple((own if self.sparing else 0) or share for own in real), real)
+            return Round(start, real, real, size=share)
+        return Round(start, tuple((own if self.sparing else 0) or share for own in real), real, size=share)
 
     def parts(self, round_: Round, parts: Sequence[Any]) -> Iterator[tuple[Round, Any]]:
         """The parts of a round that are dealt here; one that is read for another rank is told apart as that rank's."""
@@ -76,7 +76,7 @@ class Deal:
         start = round_.start
         for rows, real, part in zip(round_.rows, round_.real, parts, strict=True):
             if rows and (real or not self.sparing):  # a rank that would go empty is seen to when batches are sent
-                yield Round(start, (rows,), (real,), _ids(part), round_.worker), part
+                yield Round(start, (rows,), (real,), _ids(part), round_.worker, round_.size), part
             start += real
 
     def slices(self, round_: Round, items: Sequence[Any], share: int) -> Iterator[tuple[Round, Any]]:
@@ -322,7 +322,7 @@ class DealtBatchSampler(Shard, Sampler[Any]):
             real += [0] * missing
         parts += [()] * (world_size - len(parts))
         real += [0] * (world_size - len(real))
-        return Round(place, tuple(_rows(part) for part in parts), tuple(real)), parts
+        return Round(place, tuple(_rows(part) for part in parts), tuple(real), size=self._fixed or 0), parts
 
     def _cut(self, place: int, batch: Sequence[Any], head: Sequence[Any], last: bool) -> tuple[Round, list[Any]]:
         """One batch, a slice for each rank."""

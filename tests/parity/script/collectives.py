@@ -231,7 +231,7 @@ def metrics():
         for batch in (1, 2, 4):
             accelerator = fresh()
             loader = accelerator.prepare(DataLoader(range(samples), batch_size=batch))
-            seen = {"tensor": [], "structure": [], "objects": []}
+            seen = {"tensor": [], "structure": [], "objects": [], "repeated": [], "repeated objects": [], "value": []}
             for values in loader:
                 seen["tensor"] += accelerator.gather_for_metrics(values).tolist()
                 pair = accelerator.gather_for_metrics((values, {"twice": values * 2}))
@@ -239,5 +239,11 @@ def metrics():
                 seen["objects"] += accelerator.gather_for_metrics(
                     [f"s{value}" for value in values.tolist()], use_gather_object=True
                 )
+                # As for a full batch, also at the end: how the Trainer of transformers evaluates.
+                loss = values[0].float()
+                seen["repeated"] += accelerator.gather_for_metrics({"loss": loss.repeat(batch)})["loss"].tolist()
+                seen["repeated objects"] += accelerator.gather_for_metrics([f"s{values[0]}"] * batch)
+                if accelerator.num_processes == 1:
+                    seen["value"] += [accelerator.gather_for_metrics(loss), accelerator.gather_for_metrics([loss])]
             found[f"samples={samples} batch={batch}"] = seen
     return found

@@ -59,6 +59,21 @@ def test_samples_that_are_repeats_are_dropped_and_no_others(share: Share, per_sa
     assert joiner.tensor(rows, False)[:, 0].tolist() == [numbers[name] for name in real]
 
 
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.data())
+def test_items_of_a_padded_short_batch_are_dropped(size: int, ranks: int, per_sample: int, data: st.DataObject) -> None:
+    left = data.draw(st.integers(1, size * ranks))
+    rows = [min(size, left - rank * size) for rank in range(ranks) if left > rank * size]  # even_batches=False
+    share = Share(tuple(rows), tuple(rows), size)
+    padded = [size * per_sample] * len(rows)
+    assert share.kept([count * per_sample for count in rows], per_sample) == tuple(count * per_sample for count in rows)
+    assert share.kept(padded, per_sample) == tuple(count * per_sample for count in rows)
+    if per_sample == 1 or len(set(rows)) > 1:
+        assert share.kept(padded) == tuple(count * per_sample for count in rows)  # it shows without knowing
+    odd = [count * per_sample + size + 1 for count in rows]
+    fits = any(odd == [multiple * count for count in rows] for multiple in range(40))
+    assert fits or share.kept(odd) == tuple(odd) or all(count % size == 0 for count in odd)
+
+
 @given(shares(), st.lists(st.integers(0, 12), min_size=5, max_size=5))
 def test_what_fits_no_sample_is_kept_and_complained_about(share: Share, lengths: list[int]) -> None:
     counts = lengths[: len(share.rows)]
