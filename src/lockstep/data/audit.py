@@ -238,6 +238,19 @@ def _each_once(reports: list[Report]) -> bool:
     )
 
 
+def log_stream(repeated: int, samples: int, length: int | None, workers: int) -> None:
+    """Called on: the main process, at the end of its first epoch of a stream. Log what was repeated."""
+    if length and workers > 1 and samples == workers * length:
+        _log(
+            f"each of the {workers} workers read all {length} samples of the dataset, so each came {workers} times. "
+            "Let the dataset's __iter__ take only its worker's share, by torch.utils.data.get_worker_info().",
+            True,
+        )
+    if repeated:
+        what = f"1 sample of {samples} was" if repeated == 1 else f"{repeated} samples of {samples} were"
+        _log(f"{what} repeated so that all ranks get equally many batches; gather_for_metrics leaves them out.", False)
+
+
 def _log(text: str, warn: bool) -> None:
     if text:
         from lockstep.logging import get_notices  # loaded where it is used: there is seldom anything to log

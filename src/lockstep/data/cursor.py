@@ -40,7 +40,7 @@ def save(loader: PreparedDataLoader) -> dict[str, Any]:
         "places": places,
         "batches": shard.restored if iteration is None else iteration.passed + (0 if untouched else iteration.turn),
         "ended": iteration is not None and iteration.end_of_dataloader,
-        "length": _length(loader.dataset),
+        "length": length_of(loader.dataset),
         "generator": None if state is None else state.clone(),
         "begun": begun or pending,
         "reads": loader.reads,
@@ -66,7 +66,7 @@ def load(loader: PreparedDataLoader, state: dict[str, Any]) -> None:
             "(dispatch_batches). Load the one that rank 0 gave."
         )
     shard, places, ended = loader.shard, list(state["places"]), bool(state.get("ended"))
-    length = _length(loader.dataset)
+    length = length_of(loader.dataset)
     if any(places) and not ended and None not in (length, state["length"]) and length != state["length"]:
         raise DataError(
             f"The state was taken in the middle of an epoch of {state['length']} samples; this data set has {length}. "
@@ -136,7 +136,8 @@ def _stateful(inner: DataLoader[Any]) -> bool:
     return hasattr(inner, "load_state_dict")
 
 
-def _length(dataset: Any) -> int | None:
+def length_of(dataset: Any) -> int | None:
+    """Samples in a dataset; None when it does not know."""
     try:
         return len(dataset)
     except TypeError:

@@ -14,6 +14,7 @@ from lockstep.data import cursor
 from lockstep.data.round import ItemCounts, Round, name_samples
 from lockstep.data.shards import UNKNOWN, Shard, ShardedIterable
 from lockstep.data.taking import short_form, workers_of
+from lockstep.data.worker_tails import WorkerTail, deal_out, whole_rounds
 from lockstep.errors import DataError
 
 if TYPE_CHECKING:
@@ -86,17 +87,20 @@ class Iteration:
         current, mover, box = loader._current_batch, loader._mover, group.box
         # What rank 0 hands out is waited for by the others: that says nothing about who is slow.
         clock = None if loader.dispatched else group.clock
-        exhausted = False
+        exhausted, repeated = False, 0
         asked = box.phase("data", site=True)
         try:
             source = self._dispatched(inner, shard) if loader.dispatched else self._ahead(inner, shard)
             for batch, round_, last in source:
                 self.turn += 1
                 self.round = round_
+                if round_.real != round_.rows:
+                    repeated += sum(round_.rows) - sum(round_.real)
                 if last:
                     self.end_of_dataloader = True
                     if self.remainder == UNKNOWN:
                         self.remainder = shard.remainder(round_)
+                    self._report_stream(inner, shard, repeated)
                 current.drew(self)
                 if audit is not None:
                     audit.saw(round_, group.rank)
@@ -156,16 +160,17 @@ class Iteration:
         self.began, self.began_epoch, snapshot = shard.began, shard.began_epoch, self._read_state
         batch = batch if start is None else start(batch)
         places = self.places
-        self.start[round_.worker] = round_.start
+        if round_.ends is None:
+            self.start[round_.worker] = round_.start
         for following, next_round in batches:
             # On its way to the device while the one before it is computed on.
             following = following if start is None else start(following)
             self.snapshot = snapshot
-            places[round_.worker] = round_.end
+            round_.pass_on(places)
             yield batch, round_, False
             batch, round_, snapshot = following, next_round, self._read_state
         self.snapshot = self._read_state
-        places[round_.worker] = round_.end
+        round_.pass_on(places)
         yield batch, round_, True
 
     def _dispatched(self, inner: DataLoader[Any], shard: Shard) -> Iterator[Item]:
@@ -189,7 +194,7 @@ class Iteration:
                 self.start[0] = self.start[0] if self.turn else round_.start
                 places[0] = round_.end
             for part, self.snapshot in [read.popleft() for _ in range(min(group.world_size, len(read)))]:
-                places[part.worker] = part.end  # what rank 0 has read, but not given out, does not count
+                part.pass_on(places)  # what rank 0 has read, but not given out, does not count
             if last:
                 self.snapshot = self._read_state
             yield batch if start is None else start(batch), round_, last
@@ -197,9 +202,12 @@ class Iteration:
     def _shares(self, inner: DataLoader[Any], shard: Shard, read: deque[tuple[Round, Any]]) -> Iterator[Share]:
         from lockstep.data.dispatch import Share
 
-        for batch, part in self._read(inner, shard):
+        found: Iterator[Any] = ((batch, part, self._read_state) for batch, part in self._read(inner, shard))
+        if isinstance(shard, ShardedIterable) and shard.drop_last:
+            found = whole_rounds(found, self.loader._group.world_size)
+        for batch, part, state in found:
             self.began, self.began_epoch = shard.began, shard.began_epoch
-            read.append((part, self._read_state))
+            read.append((part, state))
             yield Share(
                 batch=batch, start=part.start, rows=part.rows[0], real=part.real[0], ids=part.ids, size=part.size
             )
@@ -207,11 +215,11 @@ class Iteration:
     def _read(self, inner: DataLoader[Any], shard: Shard) -> Iterator[tuple[Any, Round]]:
         """The batches that are read here, with their rounds; a failure is told to the other ranks."""
         group = self.loader._group
-        alone = group.world_size == 1
         stream = isinstance(shard, ShardedIterable)
         stateful = stream and hasattr(inner, "state_dict")
         coming = shard.coming
         drops = shard.batches_to_drop(inner.num_workers) if isinstance(shard, ShardedIterable) else 0
+        tails: list[WorkerTail] = []
         try:
             batches = iter(inner)
             if stream and inner.num_workers:
@@ -223,28 +231,50 @@ class Iteration:
                 try:
                     batch = next(batches) if take is None or being_profiled() else take()
                 except StopIteration:
-                    if stateful:
-                        self._read_state = inner.state_dict()  # type: ignore[attr-defined]
-                    return
+                    break
                 if stream:
                     round_, batch = batch.round, batch.batch
+                    if isinstance(batch, WorkerTail):
+                        tails.append(batch)
+                        continue
                 else:
                     round_ = coming.popleft()
-                if batch is None and not alone:
-                    raise DataError(
-                        f"The loader gave None instead of a batch for {name_samples(round_.ids)}. On several "
-                        "processes every rank needs its batch: let collate_fn always return one."
-                    )
+                if batch is None and group.world_size > 1:
+                    raise _no_batch(round_)
                 if stateful:
-                    self._read_state = inner.state_dict()  # type: ignore[attr-defined]
+                    # Of a worker that has sent its tail, only its place tells how far it is.
+                    self._read_state = None if tails else inner.state_dict()  # type: ignore[attr-defined]
                 if drops:
                     drops -= 1
-                    self.start[round_.worker] = self.places[round_.worker] = round_.end
+                    self._drop(round_)
                     continue
                 yield batch, round_
+            if stateful:
+                self._read_state = None if tails else inner.state_dict()  # type: ignore[attr-defined]
+            if isinstance(shard, ShardedIterable) and tails:
+                yield from self._tail(inner, shard, tails, drops)
         except Exception as error:
             self._tell(error, shard.latest if stream else coming[0] if coming else None)
             raise
+
+    def _tail(
+        self, inner: DataLoader[Any], shard: ShardedIterable, tails: list[WorkerTail], drops: int
+    ) -> Iterator[tuple[Any, Round]]:
+        """What several workers have left, put together."""
+        collate: Any = inner.collate_fn
+        batched = inner.batch_size is not None
+        for number, (batch, round_) in enumerate(deal_out(shard, tails, collate.collate, batched=batched)):
+            if batch is None:
+                raise _no_batch(round_)
+            if number < drops:
+                self._drop(round_)
+            else:
+                yield batch, round_
+
+    def _drop(self, round_: Round) -> None:
+        """A batch that is skipped could only be skipped once it was read."""
+        round_.pass_on(self.start)
+        round_.pass_on(self.places)
 
     def _tell(self, error: Exception, round_: Round | None) -> None:
         from lockstep.data import failure  # loaded when something has failed
@@ -259,3 +289,19 @@ class Iteration:
         from lockstep.data.audit import Audit  # loaded where it is used: one process has nobody to compare with
 
         return Audit.of(inner, name, self.number)
+
+    def _report_stream(self, inner: DataLoader[Any], shard: Shard, repeated: int) -> None:
+        """Log, once, how many samples of a stream were repeated, and whether each worker has read all of it."""
+        if self.loader._group.rank != 0 or self.epoch.audited or not isinstance(shard, ShardedIterable):
+            return
+        from lockstep.data.audit import log_stream  # loaded where it is used, as not every script has a stream
+
+        self.epoch.audited = True
+        log_stream(repeated, sum(self.places), cursor.length_of(self.loader.dataset), inner.num_workers)
+
+
+def _no_batch(round_: Round) -> DataError:
+    return DataError(
+        f"The loader gave None instead of a batch for {name_samples(round_.ids)}. On several processes every rank "
+        "needs its batch: let collate_fn always return one."
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ class Round:
     """The worker process whose stream the samples are from."""
     size: int = field(default=0, compare=False)
     """Samples in a full batch, where some rank's batch may be shorter; 0 where none is."""
+    ends: Mapping[int, int] | None = field(default=None, compare=False)
+    """Where the streams of several workers go on after this round, if its samples are from several."""
 
     @property
     def complete(self) -> bool:
@@ -39,6 +41,14 @@ class Round:
     def end(self) -> int:
         """Where the next round starts."""
         return self.start + sum(self.real)
+
+    def pass_on(self, places: list[int]) -> None:
+        """Note in the places of the workers' streams that this round was handed out."""
+        if self.ends is None:
+            places[self.worker] = self.end
+        else:
+            for worker, end in self.ends.items():
+                places[worker] = end
 
 
 class ItemCounts:

@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_
 
 from lockstep.data.order import Walked, open_order
 from lockstep.data.round import Round, name_samples
+from lockstep.data.worker_tails import pack
 from lockstep.errors import ConfigError, DataError
 
 UNKNOWN = -1
@@ -391,7 +392,8 @@ def _ids(part: Any) -> Sequence[Any]:
 class ShardedIterable(Shard, IterableDataset[Any]):
     """This rank's items of an iterable data set. Whoever reads it reads the whole stream and keeps a part.
 
-    In a worker process, each worker has a stream of its own, with rounds of its own.
+    In a worker process, each worker has a stream of its own, with rounds of its own. What several workers have left in
+    the end is put together where the loader is (`worker_tails.py`).
     """
 
     def __init__(self, inner: Any, deal: Deal, *, batch_size: int | None, drop_last: bool, split: bool) -> None:
@@ -413,6 +415,10 @@ class ShardedIterable(Shard, IterableDataset[Any]):
         """Items in a full round."""
         return self.share * self.deal.world_size
 
+    def _step(self, workers: int) -> int:
+        """Items that a worker deals out at a time: a round, or, read for all ranks by several workers, a batch."""
+        return self.share if self.deal.everyone and workers > 1 else self.size
+
     def places(self, workers: int) -> list[int]:
         """Where each worker's stream begins."""
         starts = self.counted_from or self.starts or [self.start] * workers
@@ -433,8 +439,8 @@ class ShardedIterable(Shard, IterableDataset[Any]):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         place, resumed = self.places(workers)[worker], self.counted_from is not None
         self._opening()
-        deal, share, size = self.deal, self.share, self.size
-        full = (share,) * deal.world_size
+        deal, share, size = self.deal, self.share, self._step(workers)
+        full = (share,) * (size // share)
         self.latest = Round(place, full, full, range(place, place + size), worker)  # what is being read, should it fail
         order = Walked(self.inner, 0 if resumed else place, size if deal.fills else 0)
         for items in order.rounds(size, 0, size):
@@ -444,7 +450,15 @@ class ShardedIterable(Shard, IterableDataset[Any]):
             place += size
             self.latest = Round(place, full, full, range(place, place + size), worker)
         left = order.rest()
-        if left and not self.drop_last:
+        if left and workers > 1 and deal.world_size > 1:
+            tail = pack(worker, place, left, order.head(size))
+            if tail is not None:
+                yield from [tail] * share  # a batch of them, which torch does not drop for being short
+                return
+        if left and size < self.size:  # a batch of a worker that reads for all
+            self.latest = Round(place, (len(left),), (len(left),), range(place, place + len(left)), worker, share)
+            yield from left
+        elif left and not self.drop_last:
             round_ = replace(deal.tail(place, share, len(left)), worker=worker)
             if deal.fills:
                 left += itertools.islice(itertools.cycle(order.head(size)), size - len(left))

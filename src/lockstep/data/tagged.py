@@ -7,10 +7,11 @@ from typing import Any
 
 from lockstep.data.round import Round
 from lockstep.data.shards import ShardedIterable
+from lockstep.data.worker_tails import WorkerTail
 
 
 class Tagged:
-    """A collated batch and its round."""
+    """A collated batch and its round; or what a worker has left, which is not collated yet."""
 
     __slots__ = ("batch", "round")
 
@@ -37,4 +38,7 @@ class Tagging:
         """Collate, in the process that read the items."""
         latest = self.stream.latest
         assert latest is not None  # set before the first item is given out
+        first = items[0] if isinstance(items, list) and items else items
+        if isinstance(first, WorkerTail):
+            return Tagged(first, latest)
         return Tagged(self.collate(items), latest)
