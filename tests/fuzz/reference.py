@@ -104,7 +104,7 @@ def _sample_differences(program: Program, ranks: list[Seen]) -> Iterator[str]:
         drawn = [seen["drawn"][epoch] for seen in ranks]
         if program.stream and program.workers:
             yield from _stream_differences(program, drawn, epoch)
-            return
+            continue
         skipped = program.skip if epoch == 0 else 0
         order = _order(program, drawn)
         shuffled = program.sampler in ("shuffle", "seedable")
@@ -123,16 +123,22 @@ def _sample_differences(program: Program, ranks: list[Seen]) -> Iterator[str]:
         if program.metrics and not (skipped and not program.order_is_known):
             yield from _metric_differences(program, order, ranks, epoch)
     for rank, seen in enumerate(ranks):
-        if len(seen["steps"]) != counted[rank]:
+        if len(seen["steps"]) != counted[rank] and not (program.stream and program.workers):
             yield f"rank {rank}: {len(seen['steps'])} steps, expected {counted[rank]}"
 
 
 def _stream_differences(program: Program, drawn: list[Any], epoch: int) -> Iterator[str]:
-    """Workers of a stream take turns by batches: only what comes at all is checked."""
+    """Workers of a stream take turns by batches: what comes at all is checked, and in how many steps."""
     seen = {sample for batches in drawn for batch in batches for sample in batch}
     whole = program.iteration == "plain" and not (program.stop_after or program.skip or program.drop_last)
     if whole and seen != set(range(program.samples)):
         yield f"epoch {epoch}: samples {sorted(set(range(program.samples)) - seen)} were not seen"
+    if program.iteration != "plain" or program.join or (len(drawn) == 1 and program.workers > 1):
+        return  # on one process, each worker's last batch may be short
+    for rank, batches in enumerate(expected_batches(program, list(range(program.samples)), len(drawn))):
+        due = _steps(program, len(batches), epoch, len(drawn))
+        if len(drawn[rank]) != due:
+            yield f"epoch {epoch}, rank {rank}: {len(drawn[rank])} steps, expected {due}"
 
 
 def _metric_differences(program: Program, order: list[int], ranks: list[Seen], epoch: int) -> Iterator[str]:
