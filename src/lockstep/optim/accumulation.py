@@ -79,11 +79,10 @@ class Accumulation:
         return self  # a part of the accelerator, of which there are no copies: a copied optimizer keeps its time
 
     def __getstate__(self) -> dict[str, Any]:
-        # Loaders that are being iterated, and weak references, cannot be pickled.
-        return {name: value for name, value in self.__dict__.items() if name not in ("loaders", "optimizers")}
+        return {name: value for name, value in self.__dict__.items() if name != "optimizers"}  # weak ones cannot go
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, loaders=[], optimizers=weakref.WeakSet())
+        self.__dict__.update(state, optimizers=weakref.WeakSet())
         self.reset()  # nobody goes on with the window that was open
 
     def set_steps(self, steps: int) -> None:
