@@ -469,7 +469,8 @@ def test_debug_mode_tells_every_rank_what_differs(case: str, expected: list[str]
         for part in [*expected, "Operation: ", "Input shapes:\n"]:
             assert part in text
         # Every rank's own line of this file, so that a wrong branch can be found.
-        called = text.partition("Called at:\n")[2].splitlines()
+        called = text.partition("Called at:\n")[2].partition("\n\n")[0].splitlines()
+        assert re.search(r"\nLikely cause: \S.*\nFix: \S", text)
         assert [line.partition(":")[0] for line in called] == [f"  - Process {rank}" for rank in range(3)]
         assert all(re.search(r"test_collectives\.py:\d+$", line) for line in called)
         texts.append(text)
