@@ -113,11 +113,31 @@ def open_order(sampler: Any, place: int, keep: int, state: Tensor | None) -> tup
             state = generator.get_state()
             return Listed(_shuffled(count, generator), place, sampler), state
     own = getattr(sampler, "generator", None)
-    if isinstance(own, torch.Generator):
-        if state is not None:
-            own.set_state(state)
-        state = own.get_state()
+    if not isinstance(own, torch.Generator):
+        indices, state = draw_globally(sampler, state)
+        return Walked(indices, place, keep), state
+    if state is not None:
+        own.set_state(state)
+    state = own.get_state()
     return Walked(sampler, place, keep), state
+
+
+def draw_globally(sampler: Iterable[Any], state: Tensor | None) -> tuple[Iterable[Any], Tensor]:
+    """What a sampler gives that may draw from torch's own generator, and the state of that when it began.
+
+    With a state of an earlier epoch it draws what it drew then. Samplers draw an epoch, or a seed for it, at its start:
+    for so long the generator has that state.
+    """
+    now = torch.get_rng_state()
+    if state is None:
+        return sampler, now
+    torch.set_rng_state(state)
+    try:
+        indices = iter(sampler)
+        first = list(itertools.islice(indices, 1))
+    finally:
+        torch.set_rng_state(now)
+    return itertools.chain(first, indices), state
 
 
 def _shuffled(count: int, generator: torch.Generator) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_info
 
-from lockstep.data.order import Walked, open_order
+from lockstep.data.order import Walked, draw_globally, open_order
 from lockstep.data.round import Round, name_samples
 from lockstep.data.worker_tails import pack
 from lockstep.errors import ConfigError, DataError
@@ -301,10 +301,12 @@ class DealtBatchSampler(Shard, Sampler[Any]):
 
     def _batches(self, again: Tensor | None) -> Iterable[Any]:
         generator = getattr(self.sampler, "generator", None) or getattr(self.inner, "generator", None)
-        if generator is not None:
-            if again is not None:
-                generator.set_state(again)
-            self.began = generator.get_state()
+        if generator is None:
+            batches, self.began = draw_globally(self.inner, again)
+            return batches
+        if again is not None:
+            generator.set_state(again)
+        self.began = generator.get_state()
         return self.inner
 
     def _round(self, place: int, batches: list[Any], head: list[Any], last: bool) -> tuple[Round, list[Any]]:

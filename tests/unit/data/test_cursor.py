@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lockstep import skip_first_batches
 from lockstep.data.loader import PreparedDataLoader
 from lockstep.errors import ConfigError, DataError, UsageError
 from tests.datasets import Numbers, Stream
 
-from .ranks import KINDS, gathered, make, prepare, ranks_of, real, values
+from .ranks import KINDS, OddBatches, gathered, make, prepare, ranks_of, real, values
 
 
 def walk(loaders: list[PreparedDataLoader], rounds: int) -> tuple[list[int], list[dict[str, Any]]]:
@@ -147,6 +147,39 @@ def test_an_order_from_the_global_generator_goes_on() -> None:
     assert sorted(part + whole([again])) == list(range(12))
     torch.manual_seed(5)
     assert part == [item for batch in DataLoader(Numbers(12), batch_size=2, shuffle=True) for item in values(batch)][:6]
+
+
+@pytest.mark.parametrize("kind", ["subset", "weighted", "own batch sampler", "replacement"])
+@pytest.mark.parametrize("rounds", [2, 99])
+def test_samplers_that_draw_from_the_global_generator_go_on(kind: str, rounds: int) -> None:
+    def made() -> list[PreparedDataLoader]:
+        data = Numbers(12)
+        batch_sampler = OddBatches(RandomSampler(data), 2, False)
+        samplers: dict[str, dict[str, Any]] = {
+            "subset": {"sampler": SubsetRandomSampler(range(12)), "batch_size": 2},
+            "weighted": {"sampler": WeightedRandomSampler([1.0] * 12, 12, replacement=False), "batch_size": 2},
+            "own batch sampler": {"batch_sampler": batch_sampler},
+            "replacement": {"sampler": RandomSampler(data, replacement=True), "batch_size": 2},
+        }
+        return [prepare(DataLoader(data, **samplers[kind]), 0, 1)]
+
+    torch.manual_seed(5)
+    first = made()
+    part, [state] = walk(first, rounds)
+    torch.manual_seed(5)
+    expected = whole(made())
+    torch.manual_seed(99)
+    drawn = torch.rand(1)
+    torch.manual_seed(99)
+    again = made()
+    again[0].load_state_dict(state)
+    assert torch.rand(1) == drawn  # nothing is drawn while loading
+    torch.manual_seed(99)
+    if rounds == 2:
+        assert part + whole(again) == expected
+    else:
+        assert part == expected
+        assert len(whole(again)) == 12
 
 
 def test_another_epoch_is_not_begun_in_the_middle() -> None:
