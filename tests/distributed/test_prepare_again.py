@@ -360,6 +360,45 @@ def test_an_old_wrapper_that_is_still_held_can_be_used() -> None:
         assert "prepare" not in text
 
 
+def forget_the_new_wrapper() -> str:
+    accelerator = Accelerator(cpu=True)
+    net = Net()
+    freeze(net)
+    model = accelerator.prepare(net)
+    unfreeze(net)
+    new = accelerator.prepare(accelerator.unwrap_model(model))
+    assert new is not model
+    with notices() as text:
+        accelerator.backward(model(torch.ones(1, 4)).mean())
+    return text.getvalue()
+
+
+def test_an_old_wrapper_that_is_trained_by_mistake_is_reported() -> None:
+    assert (
+        "body.weight, body.bias of Net were unfrozen or added after prepare()"
+        in run_ranks(forget_the_new_wrapper, 2)[0]
+    )
+
+
+def share_a_part() -> tuple[str, bool]:
+    """A frozen model that is prepared, and then trained as a part of another one."""
+    accelerator = Accelerator(cpu=True)
+    part = nn.Linear(4, 4).requires_grad_(False)
+    accelerator.prepare(part)
+    part.requires_grad_(True)
+    whole = accelerator.prepare(nn.Sequential(part, nn.Linear(4, 1)))
+    with notices() as text:
+        accelerator.backward(whole(next(batches(accelerator.process_index))).mean())
+    first, second = accelerator.gather(part.weight.grad[None])  # type: ignore[index]
+    return text.getvalue(), torch.equal(first, second)
+
+
+def test_a_part_that_another_model_averages_is_left_alone() -> None:
+    for text, equal in run_ranks(share_a_part, 2):
+        assert "prepare" not in text
+        assert equal
+
+
 def evaluate() -> tuple[bool, bool, bool, int]:
     accelerator = Accelerator(cpu=True)
     net = Net()

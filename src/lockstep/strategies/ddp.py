@@ -63,13 +63,12 @@ class DDP:
         _send_weights(self._group, model, options.broadcast_buffers)
         wrapped = Replica(
             model,
-            self._reductions.new(
-                TrainedParameters(
-                    model,
-                    getattr(model, "_ddp_params_and_buffers_to_ignore", ()),
-                    waits=options.static_graph or not options.find_unused_parameters,
-                    learns=options.static_graph,
-                )
+            self._reductions.new(),
+            TrainedParameters(
+                model,
+                getattr(model, "_ddp_params_and_buffers_to_ignore", ()),
+                waits=options.static_graph or not options.find_unused_parameters,
+                learns=options.static_graph,
             ),
             device_ids=None if on_host else [self._topology.device],
             process_group=self._group.pg,

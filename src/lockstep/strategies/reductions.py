@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
@@ -38,7 +38,7 @@ class Reductions:
         """id of a parameter -> its models: one that was prepared again may still be used in its old wrapper."""
         self._others: WeakKeyDictionary[nn.Module, TrainedParameters] = WeakKeyDictionary()
         """Prepared models that are not replicas of ours: without a parameter to train, or in a DDP of the script's."""
-        self._suspects: list[Replica] = []
+        self._suspects: WeakSet[Replica] = WeakSet()
         """Models with parameters that were changed, and whose gradients are looked at when an optimizer steps."""
         self.uneven = False
         """Whether ranks may make different numbers of steps at present."""
@@ -49,9 +49,9 @@ class Reductions:
         self._count = 0
         self._check = ReplicaCheck(group)
 
-    def new(self, trained: TrainedParameters) -> Reduction:
+    def new(self) -> Reduction:
         """The state of a model that is going to be added."""
-        return Reduction(lambda: self._group.box, trained)
+        return Reduction(lambda: self._group.box)
 
     def add(self, replica: Replica) -> None:
         """Know a model by its parameters, and not in wrappers that it had before."""
@@ -76,7 +76,7 @@ class Reductions:
     def fits(self, model: nn.Module) -> bool:
         """Whether a prepared model is still trained as it was when it was prepared."""
         if isinstance(model, Replica):
-            return model.reduction.trained.fits(model.module)
+            return model.trained.fits(model.module)
         trained = self._others.get(model)
         return trained is not None and trained.fits(model)
 
@@ -96,12 +96,13 @@ class Reductions:
         prepared it.
         """
         expected = [model for model in self._replicas.values() if model.reduction.expected]
-        self._suspects = [model for model in expected if model.reduction.trained.may_differ]
-        for model in self._suspects:
-            _report(model.reduction.trained.describe(model.module, loss, self._averages))
+        for model in [model for model in expected if model.trained.may_differ]:
+            _report(model.trained.describe(model.module, loss, self._is_expected))
+            if model.trained.may_differ:  # else what was registered belongs to another model
+                self._suspects.add(model)
         for other, trained in list(self._others.items()) if self._others else ():
             if trained.may_differ and getattr(other, "require_backward_grad_sync", True):
-                _report(trained.describe(other, loss, self._averages))
+                _report(trained.describe(other, loss, self._is_expected))
         reached = self._reached(loss) if expected else None
         if reached is None:
             holds_back = any(model.reduction.held_back for model in self._replicas.values())
@@ -129,11 +130,9 @@ class Reductions:
         # A loss.backward() of the script's own reduces as well, and is not seen.
         unseen = [reduction for reduction in owned if reduction.expected]
         if unseen:
-            self._suspects += [
-                model
-                for model in self._replicas.values()
-                if model.reduction in unseen and model.reduction.trained.may_differ
-            ]
+            for model in self._replicas.values():
+                if model.reduction in unseen and model.trained.may_differ:
+                    self._suspects.add(model)
         for reduction in unseen:
             reduction.expected = False
             reduction.count += 1
@@ -153,14 +152,19 @@ class Reductions:
     def _report_suspects(self) -> None:
         """Report gradients that were not averaged and that no graph showed, as with activation checkpointing."""
         for model in self._suspects:
-            _report(model.reduction.trained.describe_local(model.module, self._has_own_gradient))
-        self._suspects = []
+            _report(model.trained.describe_local(model.module, self._has_own_gradient))
+        self._suspects.clear()
 
     def _has_own_gradient(self, parameter: Tensor) -> bool:
         return parameter.grad is not None and not self._averages(parameter)
 
+    def _is_expected(self, parameter: Tensor) -> bool:
+        """Whether a model whose forward has run averages this parameter's gradient in the backward to come."""
+        models = self._models_of(parameter)
+        return any(model.reduction.expected and model.trained.averages(parameter) for model in models)
+
     def _averages(self, parameter: Tensor) -> bool:
-        return any(model.reduction.trained.averages(parameter) for model in self._models_of(parameter))
+        return any(model.trained.averages(parameter) for model in self._models_of(parameter))
 
     def restart(self) -> None:
         """All ranks have been given the same weights, and no backward of a forward before this will come."""

@@ -19,7 +19,7 @@ from lockstep.comm.profiled import being_profiled, is_as_known
 from lockstep.strategies.trained_parameters import TrainedParameters
 
 Note = Callable[[nn.Module, Any, Any], None]
-_OWN = ("reduction", "_notes", "_pre_forward", "_share_buffers")
+_OWN = ("reduction", "trained", "_notes", "_pre_forward", "_share_buffers")
 BUFFER_OPTION = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(parallel.DistributedDataParallel).parameters
@@ -49,13 +49,11 @@ def untraced(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class Reduction:
     """Where one model stands between a forward and the optimizer step that follows."""
 
-    __slots__ = ("box", "count", "expected", "held_back", "local", "owned", "replaced", "trained")
+    __slots__ = ("box", "count", "expected", "held_back", "local", "owned", "replaced")
 
-    def __init__(self, box: Callable[[], NoBox], trained: TrainedParameters) -> None:
+    def __init__(self, box: Callable[[], NoBox]) -> None:
         self.box = box
         """The rank's black box."""
-        self.trained = trained
-        """The parameters whose gradients are reduced."""
         self.replaced = False
         """Whether the model was prepared again. Whoever still holds this wrapper can use it."""
         self.expected = False
@@ -82,9 +80,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     cost 13 us of a step.
     """
 
-    def __init__(self, model: nn.Module, reduction: Reduction, **options: Any) -> None:
+    def __init__(self, model: nn.Module, reduction: Reduction, trained: TrainedParameters, **options: Any) -> None:
         super().__init__(model, **options)
         self.reduction = reduction
+        self.trained = trained
+        """The parameters whose gradients are reduced. Not in the state above, which may live longer than the model."""
         self._notes: OrderedDict[int, Note] = OrderedDict()
         self._share_buffers: Callable[[nn.Module], None] | None = None
 
