@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Collection
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+_requires_grad = attrgetter("requires_grad")
 _SHOWN = 3
 """Parameters that are named."""
 _REMEDY = "Prepare the model again after such a change: model = accelerator.prepare(accelerator.unwrap_model(model))."
@@ -44,11 +46,11 @@ class TrainedParameters:
 
     @property
     def may_differ(self) -> bool:
-        """Whether a change may matter; costs some 20 ns for each parameter.
+        """Whether a change may matter; costs some 0.05 us for each parameter.
 
         A model that is frozen as a whole gets no gradients: a GAN's discriminator, while its generator is trained.
         """
-        flags = [parameter.requires_grad for parameter in self._parameters]
+        flags = list(map(_requires_grad, self._parameters))
         if self._registered != _registrations()[0] or self._learns:
             return True
         return flags != self._flags and True in flags
