@@ -382,8 +382,10 @@ def _alone(
     """On one process: the structure without what was computed beyond the samples of a short batch."""
     joiner = Joiner(_take_part(group, now)[1], as_objects, counts)
     if as_tensors:
-        kept = [_trimmed(joiner, leaf, path) for path, leaf in trees.walk_paths(data)]
-        return trees.unflatten(data, iter(kept))
+        leaves = list(trees.walk_paths(data))
+        kept = [_trimmed(joiner, leaf, path) for path, leaf in leaves]
+        same = all(one is leaf for one, (_, leaf) in zip(kept, leaves, strict=True))
+        return data if same else trees.unflatten(data, iter(kept))
     return _trimmed_objects(joiner, data, as_objects)
 
 
@@ -391,8 +393,10 @@ def _trimmed_objects(joiner: Joiner, value: Any, as_objects: bool, path: str = "
     form = form_of(value, as_objects)
     if form == "record":
         kind = trees.kind_of(value)
-        fields = [_trimmed_objects(joiner, item, as_objects, path + step) for step, item in _fields(value)]
-        return trees.rebuild(value, kind, trees.parts(value, kind)[0], fields)
+        fields = list(_fields(value))
+        kept = [_trimmed_objects(joiner, item, as_objects, path + step) for step, item in fields]
+        same = all(one is item for one, (_, item) in zip(kept, fields, strict=True))
+        return value if same else trees.rebuild(value, kind, trees.parts(value, kind)[0], kept)
     # What has no places can only be iterated, once: it stays as it is.
     placed = form == "samples" and hasattr(value, "__len__") and hasattr(value, "__getitem__")
     return _trimmed(joiner, value, path) if placed or form == "tensor" else value
