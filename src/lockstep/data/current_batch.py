@@ -74,6 +74,11 @@ class CurrentBatch:
     # --- who is who --------------------------------------------------------------------------------------------
 
     @property
+    def trains(self) -> bool:
+        """Whether anything that was drawn has been trained on."""
+        return self._leader is not None
+
+    @property
     def newest(self) -> Iteration | None:
         """The iteration that drew last, of those that are still open: metrics are about its batch."""
         return self.live[-1] if self.live else None

@@ -23,7 +23,7 @@ _VERSION = 1
 def save(loader: PreparedDataLoader) -> dict[str, Any]:
     """Where the loader stands: in the iteration that is trained on, or at the next one's beginning."""
     shard, generator, epoch = loader.shard, sampler_generator(loader.inner), loader._epoch
-    iteration, pending = epoch.place, shard.again is not None
+    iteration, pending = epoch.place(loader._current_batch.trains), shard.again is not None
     begun, untouched = iteration is not None, False
     seedable = _seedable(loader.inner)
     if iteration is None:

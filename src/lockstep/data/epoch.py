@@ -25,7 +25,7 @@ class Epoch:
         self.trains = False
         """Whether any of its batches has been trained on."""
         self._left: Iteration | None = None
-        """An iteration that was trained on and left before its end."""
+        """An iteration that was left before its end."""
 
     def __reduce__(self) -> tuple[type[Epoch], tuple[int, bool]]:
         return Epoch, (self.number, self.audited)  # a copy of a loader has iterations of its own
@@ -40,13 +40,15 @@ class Epoch:
         """The same, or else the one that ended last."""
         return self.newest or self._latest
 
-    @property
-    def place(self) -> Iteration | None:
+    def place(self, trains: bool) -> Iteration | None:
         """The iteration that says where the loader stands: the one that is trained on, or was until it was left.
 
-        Before anything was trained on, the one that drew last. None between epochs.
+        One that nobody trained on does while it is open; and after it was left, unless the script trains at all
+        (``trains``): then it was only looked at. None between epochs.
         """
         left, live = self._left, [one for one in self.live if not one.superseded]
+        if left is not None and trains and not left.trained:
+            left = None
         found = [one for one in live if one.trained] or [one for one in live if left is None or one.is_after(left)]
         return max(found, key=lambda one: one.drawn_at, default=left)
 
@@ -62,7 +64,7 @@ class Epoch:
         if exhausted:
             self._left = None
             self.number += iteration.number == self.number
-        elif iteration.trained and not iteration.superseded:
+        elif not iteration.superseded and (iteration.trained or self._left is None or not self._left.trained):
             self._left = iteration
 
     def restored(self) -> None:

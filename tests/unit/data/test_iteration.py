@@ -291,6 +291,25 @@ def test_a_loop_that_was_left_is_resumed_whatever_was_looked_at_since() -> None:
     assert resumed(loader.state_dict()) == batches()[2:]
 
 
+def test_a_loader_that_is_only_evaluated_on_begins_at_its_start() -> None:
+    run = Training(1, make(), make(count=6))
+    loader, held_out = run.loaders
+    next(iter(held_out))
+    for batch in loader:
+        run.step(batch)
+        break
+    next(iter(held_out))
+    assert resumed(held_out.state_dict(), count=6) == batches(6)
+    assert resumed(loader.state_dict()) == batches()[1:]
+
+
+def test_a_loop_without_training_is_resumed_where_it_was_left() -> None:
+    loader = Accelerator(cpu=True).prepare(make())
+    for _ in itertools.islice(loader, 2):
+        pass
+    assert resumed(loader.state_dict()) == batches()[2:]
+
+
 # --- the remainder ------------------------------------------------------------------------------------------------
 
 
