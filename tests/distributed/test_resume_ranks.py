@@ -280,3 +280,24 @@ def test_split_batches_train_the_same_on_another_number_of_ranks(
         for rank in second:
             assert rank["parameters"] == pytest.approx(whole[0]["parameters"], abs=1e-6)
             assert rank["updates"][1:] == whole[0]["updates"][1:]
+
+
+def uneven(folder: str, stop: int) -> dict[str, Any]:
+    """Save where the last rank has had its last batch of the epoch, and the first has not; or both have."""
+    options = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=options)
+    loader = accelerator.prepare(DataLoader(Samples(5), batch_size=2))
+    for number, _ in enumerate(loader, 1):
+        if number == min(stop, len(loader)):
+            break
+    accelerator.save_state(folder, durable=False)
+    again = accelerator.prepare(DataLoader(Samples(5), batch_size=2))
+    accelerator._dataloaders.remove(loader)
+    accelerator.load_state(folder)
+    return {"epoch": again.iteration, "rest": [batch.tolist() for batch in again]}
+
+
+def test_an_epoch_is_over_when_the_first_rank_is_through(tmp_path: Path) -> None:
+    assert run_ranks(uneven, 2, str(tmp_path / "one"), 1) == [{"epoch": 0, "rest": [[4]]}, {"epoch": 0, "rest": []}]
+    whole = [{"epoch": 1, "rest": [[0, 1], [4]]}, {"epoch": 1, "rest": [[2, 3]]}]
+    assert run_ranks(uneven, 2, str(tmp_path / "two"), 2) == whole

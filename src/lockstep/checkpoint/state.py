@@ -310,12 +310,15 @@ def _loader_states(folder: Path, objects: Objects, own: dict[str, Any] | None, t
     """Each loader's place: as this rank saw it where it can go on from that, else as rank 0 told it for all."""
     found = []
     for number in range(len(objects.loaders)):
-        mine = None if own is None else safe.unpack(own["loaders"][number])
-        if mine is not None and mine.get("reads"):
+        mine: dict[str, Any] = {} if own is None else safe.unpack(own["loaders"][number])
+        reads = mine.get("reads")
+        if reads and not mine.get("ended"):
             found.append(mine)
-        else:
-            path = folder / numbered_name("dl_state_dict", number, ".bin")
-            found.append(safe.unpack(safe.read(path, trusted=trusted)))
+            continue
+        path = folder / numbered_name("dl_state_dict", number, ".bin")
+        common = safe.unpack(safe.read(path, trusted=trusted))
+        # With even_batches=False this rank may have had its last batch before rank 0: the epoch is not over.
+        found.append({**mine, "ended": common.get("ended", True)} if reads else common)
     return found
 
 
