@@ -53,6 +53,47 @@ def parsed(path: Path) -> ast.AST:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+UNPICKLES = {
+    "checkpoint/safe.py": "files, by torch's unpickler of plain values, unless the user trusts them",
+    "checkpoint/torch_file.py": "files, of which only the outline is read",
+    "comm/objects.py": "the other ranks, in a collective",
+    "data/dispatch.py": "rank 0, in a collective",
+    "data/worker_tails.py": "a worker process of this loader",
+    "guard/reporter.py": "torch's Flight Recorder, in this process",
+    "launch/forked.py": "the notebook that forked this process",
+    "launch/forks.py": "a process that this one forked",
+    "testing/_member.py": "a process that this one started",
+    "testing/_rank.py": "the process that started this one",
+    "testing/ranks.py": "processes that this one started",
+}
+"""Modules that may use pickle, and whose bytes they unpickle. The job's store is open to whoever reaches its port."""
+
+
+def imports_of_pickle(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    names = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and {alias.name.partition(".")[0] for alias in node.names} & names:
+            yield node.lineno, "import pickle"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in names:
+            yield node.lineno, "from pickle import"
+
+
+def uses_of_a_store(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Reading from torch's store: ``store.get``, ``self._root.get`` and the like, and ``multi_get``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("get", "multi_get", "compare_set"):
+            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            if node.attr != "get" or "store" in owner.lower() or owner == "_root":
+                yield node.lineno, f"{owner}.{node.attr}"
+
+
+def test_nothing_from_a_store_is_unpickled() -> None:
+    allowed = [SOURCE / name for name in UNPICKLES]
+    assert offences(imports_of_pickle, [path for path in FILES if path not in allowed]) == []
+    assert offences(uses_of_a_store, allowed) == []
+    assert [path for path in allowed if not list(imports_of_pickle(parsed(path)))] == []
+
+
 def test_there_is_source_to_check() -> None:
     assert ENVIRONMENT_READER in FILES
 

@@ -1,11 +1,12 @@
 """How the ranks tell each other how far a save has come: by a collective, or through the job's store.
 
-A save in the background cannot use collectives: training's own are under way, in another order on each rank.
+A save in the background cannot use collectives: training's own are under way, in another order on each rank. Whoever
+reaches the store's port can write to it, so what comes from there is data: JSON, checked by whoever reads it.
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from lockstep.errors import CheckpointError
 from lockstep.topology.group import Group
 
 Exchange = Callable[[Any, str], list[Any]]
-"""Called on: all ranks. Every rank's value, in rank order; the text says what for."""
+"""Called on: all ranks. Every rank's value, of what JSON knows, in rank order; the text says what for."""
 
 _POLL = 0.02
 
@@ -42,13 +43,22 @@ class StoreExchange:
             return [value]
         self._turn += 1
         keys = [f"{self._prefix}/{self._turn}/{rank}" for rank in range(group.world_size)]
-        self._store.set(keys[group.rank], pickle.dumps(value))
+        self._store.set(keys[group.rank], json.dumps(value))
         deadline = time.monotonic() + group.timeout.total_seconds()
         for rank, key in enumerate(keys):
             self._wait(key, rank, deadline, doing)
-        found = [pickle.loads(self._store.get(key)) for key in keys]
-        self._forget()
+        found = [self._read(key, rank, doing) for rank, key in enumerate(keys)]
+        self._forget(keys)
         return found
+
+    def _read(self, key: str, rank: int, doing: str) -> Any:
+        try:
+            return json.loads(self._store.get(key))
+        except (ValueError, RecursionError):
+            raise CheckpointError(
+                f"While {doing}, the job's store held something else in the place of rank {rank}'s answer. Is another "
+                "process writing to it?"
+            ) from None
 
     def _wait(self, key: str, rank: int, deadline: float, doing: str) -> None:
         # Asked again and again: torch's own wait prints a warning for each time that nothing came.
@@ -57,7 +67,9 @@ class StoreExchange:
             if self._group.leaving or time.monotonic() > deadline:
                 raise CheckpointError(f"While {doing}, rank {rank} did not answer: it has failed, or is stuck.")
 
-    def _forget(self) -> None:
-        """What everybody has passed needs to be kept no longer: the turn before the last."""
-        if self._turn > 1:
-            self._store.delete_key(f"{self._prefix}/{self._turn - 1}/{self._group.rank}")
+    def _forget(self, keys: list[str]) -> None:
+        """Remove the answers once every rank has read them."""
+        readers = f"{self._prefix}/{self._turn}/readers"
+        if self._store.add(readers, 1) == self._group.world_size:
+            for key in (*keys, readers):
+                self._store.delete_key(key)

@@ -34,6 +34,10 @@ class Entry:
     chunks: tuple[str, ...]
     """The hash of each chunk."""
 
+    def to_json(self) -> dict[str, Any]:
+        """What ``parse_entry`` reads."""
+        return {"size": self.size, "chunks": list(self.chunks)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -66,9 +70,7 @@ class Manifest:
             "algorithm": self.algorithm,
             "chunk": self.chunk,
             "about": dict(self.about),
-            "files": {
-                name: {"size": entry.size, "chunks": list(entry.chunks)} for name, entry in sorted(self.files.items())
-            },
+            "files": {name: entry.to_json() for name, entry in sorted(self.files.items())},
         }
         return json.dumps({**body, "checksum": _checksum(body)}, indent=1).encode() + b"\n"
 
@@ -118,11 +120,12 @@ def _built(body: dict[str, Any], where: str) -> Manifest:
     about, files = body.get("about"), body.get("files")
     if not isinstance(about, dict) or not isinstance(files, dict) or not files:
         raise CheckpointError(f"{where} is damaged: it lists no files.")
-    entries = {name: _entry(name, value, chunk, where) for name, value in files.items()}
+    entries = {name: parse_entry(name, value, chunk, where) for name, value in files.items()}
     return Manifest(files=entries, about=about, version=body["version"], algorithm=algorithm, chunk=chunk)
 
 
-def _entry(name: str, value: Any, chunk: int, where: str) -> Entry:
+def parse_entry(name: str, value: Any, chunk: int, where: str) -> Entry:
+    """One file's entry, as it was written to JSON; ``where`` says in what, for an error."""
     if not stays_inside(name):
         raise CheckpointError(f"{where} lists {name!r}, which is no plain path inside the folder.")
     size = value.get("size") if isinstance(value, dict) else None

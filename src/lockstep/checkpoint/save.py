@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,45 @@ class Mark:
     """Of these parameters."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What a rank has written of a checkpoint, for the others."""
+
+    house: int
+    answer: Any
+    """Its files, name -> ``Entry``; or how it failed."""
+    mark: Mark
+
+    def to_json(self) -> dict[str, Any]:
+        """What travels to the other ranks."""
+        mark, failed = self.mark, isinstance(self.answer, _Failed)
+        return {
+            "house": self.house,
+            "failure": self.answer.text if failed else None,
+            "files": {} if failed else {name: entry.to_json() for name, entry in self.answer.items()},
+            "place": [mark.generation, mark.number, mark.digest],
+            "checksums": mark.checksums.hex(),
+        }
+
+    @classmethod
+    def parse(cls, value: Any, rank: int) -> Written:
+        """What another rank has sent; CheckpointError when it is nothing of the kind."""
+        where = f"What rank {rank} said of the checkpoint"
+        try:
+            failure, house = value["failure"], int(value["house"])
+            generation, number, digest = map(int, value["place"])
+            mark = Mark(
+                generation=generation, number=number, digest=digest, checksums=bytes.fromhex(value["checksums"])
+            )
+            files = {
+                str(name): manifest.parse_entry(str(name), entry, hashing.CHUNK, where)
+                for name, entry in value["files"].items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{where} cannot be read ({type(error).__name__}: {error}).") from error
+        return cls(house=house, answer=files if failure is None else _Failed(str(failure)), mark=mark)
+
+
 def finish(site: Site, content: Content, exchange: Exchange, mark: Mark, failure: Exception | None = None) -> None:
     """Called on: all ranks. Write, agree that all have, and give the folder its name.
 
@@ -167,14 +206,19 @@ def finish(site: Site, content: Content, exchange: Exchange, mark: Mark, failure
     """
     try:
         answer = _attempt(lambda: _write(site, content)) if failure is None else _failed(failure)
-        told = exchange((site.house, answer, replace(mark, names=())), "agreeing that a checkpoint is written")
-        _raise_failures(site, [answer for _, answer, _ in told], "failed to write its part")
-        _compare_marks(site, [mark for _, _, mark in told])
-        _compare_replicas(site, [mark.checksums for _, _, mark in told], mark.names)
-        entries = {name: entry for house, part, _ in told if house == site.house for name, entry in part.items()}
+        mine = Written(house=site.house, answer=answer, mark=mark)
+        told = exchange(mine.to_json(), "agreeing that a checkpoint is written")
+        written = [Written.parse(value, rank) for rank, value in enumerate(told)]
+        _raise_failures(site, [one.answer for one in written], "failed to write its part")
+        _compare_marks(site, [one.mark for one in written])
+        _compare_replicas(site, [one.mark.checksums for one in written], mark.names)
+        entries = {name: entry for one in written if one.house == site.house for name, entry in one.answer.items()}
         answer = _attempt(lambda: _commit(site, entries, content) if site.is_home else None)
-        done = exchange(answer, "agreeing that a checkpoint is in its place")
-        _raise_failures(site, done, "could not put the checkpoint in its place")
+        done = exchange(
+            answer.text if isinstance(answer, _Failed) else None, "agreeing that a checkpoint is in its place"
+        )
+        answers = [None if text is None else _Failed(str(text)) for text in done]
+        _raise_failures(site, answers, "could not put the checkpoint in its place")
     except BaseException:
         give_up(site)
         raise
