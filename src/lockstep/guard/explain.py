@@ -97,6 +97,8 @@ def _why(diagnosis: Diagnosis, source: Reader) -> causes.Why | None:
     if diagnosis.kind != "gone" or all("finished" in place.doing for place in diagnosis.missing):
         for place in _calls(diagnosis):
             site, there = settings[place]
+            if _leaves_loop(there):
+                return _left_before(place, site, there, diagnosis)
             if there.condition:
                 return _under_condition(place, site, there)
     if diagnosis.kind == "different ops":
@@ -134,6 +136,27 @@ def _under_condition(place: Place, site: str, there: Setting) -> causes.Why:
         cause=f"{where} {there.condition}: not every rank comes to it, but {call} needs every rank.",
         fix=f"Call {call} on every rank, outside of that condition; keep inside it only what is done with the result "
         "(printing, writing).",
+    )
+
+
+def _leaves_loop(there: Setting) -> bool:
+    """Whether ranks leave a loop before the line; but what follows ``if not is_main_process: return`` is work alone."""
+    inside = any(loop.line < there.choice <= loop.last for loop in there.loops)
+    return inside and there.leaves.partition(" ")[0] in ("break", "return") and "main_process" not in there.condition
+
+
+def _left_before(place: Place, site: str, there: Setting, diagnosis: Diagnosis) -> causes.Why:
+    """Some ranks left a loop by a condition on the rank, and never came to the call that the others made."""
+    away = [one for one in (*diagnosis.waiting, *diagnosis.missing) if not set(one.ranks) & set(place.ranks)]
+    ranks = sorted({rank for one in away for rank in one.ranks})
+    who = _sentence(name_ranks(ranks, RANGES)) if ranks else "Another rank"
+    called = next((f" and called {_call(one)} at {one.site}" for one in away if one in diagnosis.waiting), "")
+    return causes.Why(
+        lead=f"{who} left the loop by the `{there.leaves}` under {split(site)[0]}:{there.choice}{called}, while "
+        f"{name_ranks(place.ranks, RANGES)} went on with it.",
+        cause=f"{there.condition.removeprefix('after ')} holds on some ranks only. The others called {_call(place)} at "
+        f"{place.site}, which needs every rank.",
+        fix=causes.STOP_TOGETHER,
     )
 
 

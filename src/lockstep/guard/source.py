@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Reader = Callable[[str], Sequence[str]]
 """File name -> its lines; empty where it cannot be read."""
@@ -49,6 +49,8 @@ class Setting:
     """First and last line of the part under that condition."""
     choice: int = 0
     """The line of that condition."""
+    leaves: str = ""
+    """Where other ranks leave before they come to the line, the statement by which they do: "break"."""
     loops: tuple[Loop, ...] = ()
     """Its loops, innermost first."""
 
@@ -80,7 +82,7 @@ def setting(site: str, read: Reader) -> Setting:
             tree = ast.parse("".join(line if line.endswith("\n") else f"{line}\n" for line in lines))
     except (SyntaxError, ValueError, RecursionError):
         return Setting(text=text)
-    condition, branch, choice = "", (0, 0), 0
+    found = Setting()
     loops = []
     for node in _around(tree, number):
         if isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
@@ -92,9 +94,9 @@ def setting(site: str, read: Reader) -> Setting:
                     endless=isinstance(node, ast.While),
                 )
             )
-        if not condition:
-            condition, branch, choice = _condition(node, number, lines)
-    return Setting(text=text, condition=condition, branch=branch, choice=choice, loops=tuple(loops))
+        if not found.condition:
+            found = _condition(node, number)
+    return replace(found, text=text, loops=tuple(loops))
 
 
 def _around(tree: ast.AST, number: int) -> list[ast.AST]:
@@ -129,24 +131,21 @@ def _is_function(node: ast.AST) -> bool:
     return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
 
 
-def _condition(node: ast.AST, number: int, lines: Sequence[str]) -> tuple[str, tuple[int, int], int]:
+def _condition(node: ast.AST, number: int) -> Setting:
     """What in this node lets only some ranks come to the line."""
     if isinstance(node, ast.If) and _BY_RANK.search(ast.unparse(node.test)) and number >= node.body[0].lineno:
         body = node.body if number <= _last(node.body[-1]) else node.orelse
-        head = f"if {ast.unparse(node.test)}:"
-        way = f"under `{head}` (line {node.lineno})"
-        if body is node.orelse:
-            way = f"in the other branch of `{head}` (line {node.lineno})"
-        return (way, (body[0].lineno, _last(body[-1])), node.lineno) if body else ("", (0, 0), 0)
+        if not body:
+            return Setting()
+        way = "in the other branch of" if body is node.orelse else "under"
+        condition = f"{way} `if {ast.unparse(node.test)}:` (line {node.lineno})"
+        return Setting(condition=condition, branch=(body[0].lineno, _last(body[-1])), choice=node.lineno)
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         for decorator in node.decorator_list:
             said = ast.unparse(decorator)
             if _DECORATORS.search(said):
-                return (
-                    f"in {node.name}(), which `@{said}` runs on some ranks only",
-                    (node.lineno, _last(node)),
-                    node.lineno,
-                )
+                condition = f"in {node.name}(), which `@{said}` runs on some ranks only"
+                return Setting(condition=condition, branch=(node.lineno, _last(node)), choice=node.lineno)
     for field in ("body", "orelse"):
         block = getattr(node, field, None)
         if not isinstance(block, list):
@@ -155,11 +154,11 @@ def _condition(node: ast.AST, number: int, lines: Sequence[str]) -> tuple[str, t
             if isinstance(statement, ast.If) and _last(statement) < number and _leaves_by_rank(statement):
                 block_end = _last(block[-1])
                 if _first(block[0]) <= number <= block_end:
-                    said = f"if {ast.unparse(statement.test)}:"
                     leaves = ast.unparse(statement.body[-1])
-                    way = f"after `{said} {leaves}` (line {statement.lineno})"
-                    return way, (_last(statement) + 1, block_end), statement.lineno
-    return "", (0, 0), 0
+                    condition = f"after `if {ast.unparse(statement.test)}: {leaves}` (line {statement.lineno})"
+                    branch = (_last(statement) + 1, block_end)
+                    return Setting(condition=condition, branch=branch, choice=statement.lineno, leaves=leaves)
+    return Setting()
 
 
 def _leaves_by_rank(node: ast.If) -> bool:

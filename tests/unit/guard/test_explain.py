@@ -73,6 +73,36 @@ def test_a_rank_that_left_the_loop() -> None:
     assert "check_trigger" in text
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("way", ["break", "return"])
+def test_a_rank_that_left_the_loop_by_a_condition_is_the_one_that_is_named(way: str, ranks: int) -> None:
+    """Not the ranks that went on, although only they come to the line behind the condition."""
+    script = f"""
+    def train():
+        for batch in loader:
+            if accelerator.process_index == 1 and step == 3:
+                {way}
+            accelerator.backward(loss)
+    train()
+    accelerator.wait_for_everyone()
+    """
+    before = [("backward", "train.py:5")] * 2
+    boxes = [box(rank, [*before, ("backward", "train.py:5")], waits=3) for rank in range(ranks)]
+    boxes[1] = box(1, [*before, ("wait_for_everyone", "train.py:7")], waits=3)
+    found = diagnose(boxes, blocked_for=3.0)
+    assert found is not None
+    others = "rank 0" if ranks == 2 else "ranks 0, 2-3"
+    assert understand(
+        found, lambda path: [line + "\n" for line in textwrap.dedent(script).strip().splitlines()]
+    ).lead == (
+        f"Rank 1 left the loop by the `{way}` under train.py:3 and called wait_for_everyone at train.py:7, while {others} "
+        "went on with it."
+    )
+    text = tell(script, boxes)
+    assert f"`if accelerator.process_index == 1 and step == 3: {way}` (line 3) holds on some ranks only" in text
+    assert "check_trigger" in text
+
+
 CONDITIONS = {
     "else": ("if rank != 0:\n    pass\nelse:\n    gather(x)", 4, "in the other branch of `if rank != 0:` (line 1)"),
     "elif": ("if a:\n    pass\nelif get_rank() == 0:\n    gather(x)", 4, "under `if get_rank() == 0:` (line 3)"),
