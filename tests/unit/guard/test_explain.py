@@ -92,11 +92,10 @@ def test_a_rank_that_left_the_loop_by_a_condition_is_the_one_that_is_named(way: 
     found = diagnose(boxes, blocked_for=3.0)
     assert found is not None
     others = "rank 0" if ranks == 2 else "ranks 0, 2-3"
-    assert understand(
-        found, lambda path: [line + "\n" for line in textwrap.dedent(script).strip().splitlines()]
-    ).lead == (
-        f"Rank 1 left the loop by the `{way}` under train.py:3 and called wait_for_everyone at train.py:7, while {others} "
-        "went on with it."
+    lines = textwrap.dedent(script).strip().splitlines(keepends=True)
+    assert understand(found, lambda path: lines).lead == (
+        f"Rank 1 left the loop by the `{way}` under train.py:3 and called wait_for_everyone at train.py:7, "
+        f"while {others} went on with it."
     )
     text = tell(script, boxes)
     assert f"`if accelerator.process_index == 1 and step == 3: {way}` (line 3) holds on some ranks only" in text
