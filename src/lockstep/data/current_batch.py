@@ -27,8 +27,8 @@ class CurrentBatch:
     def __init__(self) -> None:
         self._key = os.getpid(), next(_numbers)
         _known[self._key] = self
-        self.live: list[Iteration] = []
-        """Iterations that have begun and not ended, the one that drew last at the end."""
+        self._live: dict[int, Iteration] = {}
+        """Iterations by id. Changed by single calls, as a script may draw in several threads."""
         self._draws = 0
         self._draws_trained = 0
         """Draws up to the last backward."""
@@ -45,18 +45,16 @@ class CurrentBatch:
         self._draws += 1
         iteration.drawn_at = self._draws
         iteration.begun_at = iteration.begun_at or self._draws
-        live = self.live
-        if not live or live[-1] is not iteration:
-            self.ended(iteration)
-            live.append(iteration)
+        self._live.pop(id(iteration), None)
+        self._live[id(iteration)] = iteration
 
     def ended(self, iteration: Iteration) -> None:
         """An iteration is exhausted, closed or collected."""
-        self.live[:] = [other for other in self.live if other is not iteration]
+        self._live.pop(id(iteration), None)
 
     def clear(self) -> None:
         """Forget all of them."""
-        self.live.clear()
+        self._live.clear()
         self._leader = None
 
     # --- what the training reports -----------------------------------------------------------------------------
@@ -79,9 +77,15 @@ class CurrentBatch:
         return self._leader is not None
 
     @property
+    def live(self) -> list[Iteration]:
+        """Iterations that have begun and not ended, the one that drew last at the end."""
+        return list(self._live.values())
+
+    @property
     def newest(self) -> Iteration | None:
         """The iteration that drew last, of those that are still open: metrics are about its batch."""
-        return self.live[-1] if self.live else None
+        live = self.live
+        return live[-1] if live else None
 
     @property
     def training(self) -> Iteration | None:

@@ -18,8 +18,8 @@ class Epoch:
     def __init__(self, number: int = 0, audited: bool = False) -> None:
         self.number = number
         self.audited = audited
-        self.live: list[Iteration] = []
-        """Iterations that have begun and not ended."""
+        self._live: dict[int, Iteration] = {}
+        """Iterations that have begun and not ended, by id. Changed by single calls, as threads may draw."""
         self._latest: Iteration | None = None
         """The iteration that ended last."""
         self.trains = False
@@ -33,7 +33,7 @@ class Epoch:
     @property
     def newest(self) -> Iteration | None:
         """The iteration that drew last, of those that are open."""
-        return max(self.live, key=lambda one: one.drawn_at, default=None)
+        return max(list(self._live.values()), key=lambda one: one.drawn_at, default=None)
 
     @property
     def shown(self) -> Iteration | None:
@@ -46,7 +46,7 @@ class Epoch:
         One that nobody trained on does while it is open; and after it was left, unless the script trains at all
         (``trains``): then it was only looked at. None between epochs.
         """
-        left, live = self._left, [one for one in self.live if not one.superseded]
+        left, live = self._left, [one for one in list(self._live.values()) if not one.superseded]
         if left is not None and trains and not left.trained:
             left = None
         found = [one for one in live if one.trained] or [one for one in live if left is None or one.is_after(left)]
@@ -55,11 +55,11 @@ class Epoch:
     def begins(self, iteration: Iteration) -> None:
         """An iteration begins."""
         iteration.number = self.number
-        self.live.append(iteration)
+        self._live[id(iteration)] = iteration
 
     def ends(self, iteration: Iteration, exhausted: bool) -> None:
         """An iteration is exhausted, or was left."""
-        self.live = [one for one in self.live if one is not iteration]
+        self._live.pop(id(iteration), None)
         self._latest = iteration
         if exhausted:
             self._left = None
@@ -70,5 +70,5 @@ class Epoch:
     def restored(self) -> None:
         """A state was loaded: it says where the loader stands, and what is open does so no more."""
         self._left = None
-        for one in self.live:
+        for one in list(self._live.values()):
             one.superseded = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,8 @@ class Iteration:
     """
 
     def __init__(self, loader: PreparedDataLoader) -> None:
-        self.loader = loader
+        self._held: PreparedDataLoader | None = loader  # until its end: the loader may show it, and would not be freed
+        self._loader = weakref.ref(loader)
         self.epoch = loader._epoch
         self.number = 0
         """The epoch it began in."""
@@ -71,6 +73,11 @@ class Iteration:
         """Whether a state was loaded meanwhile, so that it does not say any more where the loader stands."""
         self.busy: Callable[[], float] | None = None
         """What gives the share of its worker processes that are busy."""
+
+    @property
+    def loader(self) -> Any:
+        """Whose iteration it is; None when that is gone. Another thread may end it while this one asks."""
+        return self._loader()
 
     def is_after(self, other: Iteration) -> bool:
         """Whether it began after the other one's last batch."""
@@ -145,7 +152,7 @@ class Iteration:
         if clock is not None and clock.workers is self.busy:
             clock.workers = None if current.newest is None else current.newest.busy
         self.busy = None
-        del self.loader  # which may show what this one has handed out, and would keep itself alive
+        self._held = None
 
     # --- where batches come from -------------------------------------------------------------------------------
 

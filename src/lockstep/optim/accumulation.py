@@ -24,7 +24,10 @@ class LoaderIteration(Protocol):
     remainder: int
     remaining: int | None
     """Batches left, the current one included; None when nobody knows."""
-    loader: Any
+
+    @property
+    def loader(self) -> Any:
+        """Whose iteration it is."""
 
 
 class BatchSource(Protocol):

@@ -315,12 +315,13 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
     def _announce_run(self, optimizer: PreparedOptimizer) -> None:
         """Before the first update: tell how the run is set up, and what that changes against the run before."""
         iteration = self._current_batch.training
-        if self._record is not None or iteration is None:
+        loader = None if iteration is None else iteration.loader
+        if self._record is not None or loader is None:
             return
         from lockstep.optim import effective, run_file  # loaded where it is used: once
 
         self._record = effective.record_of(
-            total_batch=iteration.loader.total_batch_size,
+            total_batch=loader.total_batch_size,
             processes=self.num_processes,
             accumulation=self._accumulation.num_steps,
             groups=optimizer.param_groups,

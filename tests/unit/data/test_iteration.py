@@ -322,3 +322,35 @@ def test_the_remainder_is_known_from_the_start(kind: str, options: dict[str, Any
     loader = accelerator.prepare(make(kind, 9, **options))
     assert [accelerator.gradient_state.remainder for _ in loader][:-1] == [due] * (len(list(loader)) - 1)
     assert accelerator.gradient_state.remainder == -1
+
+
+def test_an_iteration_that_another_thread_ends_can_still_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first optimizer step does, for the line on the run, while a prefetch thread comes to the loader's end."""
+    training = Training(1, make())
+    (loader,) = training.loaders
+    draws = iter(loader)
+    batch = next(draws)
+    asked = training.accelerator._current_batch.training
+    assert asked is not None
+    list(draws)
+    assert asked.loader is loader
+    monkeypatch.setattr(type(training.accelerator._current_batch), "training", asked)
+    training.step(batch)
+    assert training.updates == [1]
+
+
+def test_many_threads_may_draw_at_once() -> None:
+    training = Training(1, *(make(count=60) for _ in range(6)))
+    found: list[list[int]] = []
+
+    def draw(loader: Any) -> None:
+        for _ in range(5):
+            found.append([int(item) for batch in loader for item in batch])
+
+    threads = [threading.Thread(target=draw, args=(loader,)) for loader in training.loaders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [list(range(60))] * 30
+    assert training.accelerator._current_batch.live == []
