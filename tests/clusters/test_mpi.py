@@ -15,7 +15,7 @@ import pytest
 from tests.clusters.machines import LAUNCHED, Machine
 from tests.clusters.ssh import LOOPBACK, Ssh
 from tests.clusters.training import Training
-from tests.ranks import in_soak
+from tests.ranks import free_port, in_soak
 
 HERE = socket.gethostname()
 
@@ -69,7 +69,8 @@ def hosts(folder: Path, text: str) -> Path:
 @mpich  # Open MPI's turn: tests/distributed/test_launchers.py
 def test_plain_mpirun_is_recognised(mpirun: Path, job: Training, tmp_path: Path) -> None:
     argv = [str(mpirun / "mpirun"), "-n", "2", sys.executable, str(job.script), str(job.folder)]
-    done = run(argv, environment(mpirun), tmp_path)
+    # Torch's default port may be in use by a test beside this one.
+    done = run(argv, environment(mpirun, {"MASTER_PORT": str(free_port())}), tmp_path)
     assert done.returncode == 0, done.stderr
     said = job.check(HERE, HERE, launcher="mpi")
     assert [one["local_rank"] for one in said] == [0, 1]
