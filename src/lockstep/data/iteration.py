@@ -220,7 +220,7 @@ class Iteration:
             )
 
     def _read(self, inner: DataLoader[Any], shard: Shard) -> Iterator[tuple[Any, Round]]:
-        """The batches that are read here, with their rounds; a failure is told to the other ranks."""
+        """The batches that are read here, with their rounds; a failure is reported to the other ranks."""
         group = self.loader._group
         stream = isinstance(shard, ShardedIterable)
         stateful = stream and hasattr(inner, "state_dict")

@@ -86,7 +86,7 @@ class Accumulation:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, optimizers=weakref.WeakSet())
-        self.reset()  # nobody goes on with the window that was open
+        self.reset()  # nobody continues the window that was open
 
     def set_steps(self, steps: int) -> None:
         """Change the length of the windows to come."""
