@@ -18,8 +18,10 @@ export OMP_NUM_THREADS ?= 1
 export RES_OPTIONS ?= timeout:1 attempts:1
 # Some virtual machines announce matrix instructions that they do not run; torch in bf16 then dies of one.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+# Hundreds of processes would compile the same modules again where the environment says not to keep them.
+export PYTHONDONTWRITEBYTECODE :=
 # More than there are cores: a test of several processes mostly waits.
-TEST_WORKERS ?= 4
+TEST_WORKERS ?= 5
 RANKS2 := $(PY) -m torch.distributed.run --standalone --nproc-per-node 2
 
 .DEFAULT_GOAL := help

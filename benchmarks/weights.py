@@ -108,7 +108,7 @@ class Race:
 
         def saves(**arguments: object) -> dict[str, Callable[[], float]]:
             return {
-                "lockstep": self.saving(self.ours.save_model, **arguments),
+                "lockstep": self.saving(self.ours.save_model, durable=False, **arguments),
                 "accelerate": self.saving(self.theirs.save_model, **arguments),
             }
 

@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGETS = {
     "soak": ["-m", "soak and not soak_long", "-v"],
     "soak-long": ["-m", "soak_long", "-v"],
-    "floor": ["tests/unit", "tests/distributed", "tests/faults"],
+    "floor": ["tests/unit", "tests/integration", "tests/distributed", "tests/faults"],
 }
 """Name of the make target and of the page -> which tests."""
-ARGUMENTS = ["-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "--durations=20"]
+ARGUMENTS = ["-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder", "--durations=20"]
 KEPT_LINES = 500
 NOTHING_SELECTED = 5  # pytest's exit code when no test matches
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -92,6 +93,9 @@ def _group(item: pytest.Item) -> str | None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fail where groups get lost: what tests share would be made again by every worker, and nobody would know."""
+    # The tests themselves and all modules live to the end: no collection needs to go through them.
+    gc.collect()
+    gc.freeze()
     grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
     if getattr(session.config.option, "loadgroup", False) and any("@" not in item.nodeid for item in grouped):
         raise pytest.UsageError("pytest-xdist does not see the groups of tests: use the versions of constraints.txt.")

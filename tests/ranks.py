@@ -6,11 +6,15 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.config.handlers import InitProcessGroupKwargs
 from lockstep.testing import ranks
 from lockstep.topology import current
 from lockstep.topology.group import Group
+
+OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""Whether this is an older torch than the one that is tested in full: `make floor`."""
 
 
 def in_soak(*values: Any) -> list[Any]:

@@ -330,7 +330,7 @@ class Accelerator(Prepares, Talk, SavesModels):
         """One micro-batch: gradients stay on this rank until the one that completes an update."""
         if self._accumulation.num_steps > 1 and not self._guarded:
             self._guarded = True
-            refuse_strangers(self._accumulation)
+            refuse_strangers(self._accumulation, self._parameters)
         return MicroBatch(self._strategy, self._accumulation, models, self._schedule_check)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -26,14 +26,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lockstep.config import env, resolve
+from lockstep.config.signed_store import SignedStore, read_secret
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.topology import current, environments
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     _Adapter = logging.LoggerAdapter[logging.Logger]
     _StreamHandler = logging.StreamHandler[Any]
 else:
@@ -42,6 +41,8 @@ else:
 
 PATIENCE = 2.0
 """Seconds that an ``in_order`` line waits for lower ranks, all in all."""
+_CONNECTING = 10 * PATIENCE
+"""Seconds after which no connection is still being tried: torch tries again past the timeout that it is given."""
 _LEAST_PATIENCE = 0.05
 _POLL = 0.005
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -273,7 +274,7 @@ _workers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 def _join_workers() -> None:
     """A thread that comes out of a call to the store while Python shuts down ends the process with SIGABRT."""
-    deadline = time.monotonic() + 2 * PATIENCE
+    deadline = time.monotonic() + _CONNECTING
     for worker in list(_workers):
         worker.join(max(0.0, deadline - time.monotonic()))
 
@@ -284,18 +285,20 @@ atexit.register(_join_workers)
 class _Turns:
     """This process's side of the order, in one store.
 
-    Each rank counts in the store, per line of the script, how often it came to an ``in_order`` call and how often it
-    got it done. A rank's turn is when the rank before it is done as often as this one came. Counters do not pile up,
-    as a key per line logged would. All talking is done by a thread, so that a store that is slow to answer (a new
-    connection can take seconds) cannot hold the caller longer than promised.
+    Each rank keeps count in the store, per line of the script, of how often it came to an ``in_order`` call and how
+    often it got it done. A rank's turn is when the rank before it is done as often as this one came. Counters do not
+    pile up, as a key per line logged would. All talking is done by a thread, so that a store that is slow to answer (a
+    new connection can take seconds) cannot hold the caller longer than promised.
     """
 
-    def __init__(self, connect: Callable[[], Store], rank: int, world_size: int) -> None:
+    def __init__(self, connect: Callable[[], SignedStore], rank: int, world_size: int) -> None:
         self._connect = connect
         """Makes a connection of its own: one that somebody waits on serves nobody else meanwhile."""
         self._rank = rank
         self._world_size = world_size
-        self._own_store: Store | None = None
+        self._own_store: SignedStore | None = None
+        self._unreachable = False
+        """Whether a connection was tried in vain. It is not tried again: each line would wait for it, and the exit."""
         self._patience: dict[str, float] = {}
         """Line of the script -> seconds to wait there, where ranks were missing the last time."""
         self._lock = threading.Lock()
@@ -323,28 +326,39 @@ class _Turns:
                     turn.note = note
                 turn.ready.set()
                 turn.logged.wait()
-                store.add(self._key("done", site, self._rank), 1)
-        except RuntimeError:
+                self._count(store, "done", site)
+        except (RuntimeError, ConnectionError):
             turn.note = turn.note or "in_order: the job's store is gone, so the order is not certain"
         finally:
             turn.ready.set()
 
-    def _store(self) -> Store:
+    def _store(self) -> SignedStore:
+        if self._unreachable:
+            raise ConnectionError("the job's store did not answer before")
         if self._own_store is None:
+            self._unreachable = True
             self._own_store = self._connect()
+            self._unreachable = False
         return self._own_store
 
     def _key(self, what: str, site: str, rank: int) -> str:
         return f"log/{what}/{site}/{rank}"
 
-    def _wait(self, store: Store, site: str, started: float) -> str:
+    def _count(self, store: SignedStore, what: str, site: str) -> int:
+        """One more of this rank, which alone writes there."""
+        key = self._key(what, site, self._rank)
+        number = (store.peek(key, int) or 0) + 1
+        store.set(key, str(number))
+        return number
+
+    def _wait(self, store: SignedStore, site: str, started: float) -> str:
         """Wait for the rank before; a note when some lower rank has not come."""
-        mine = store.add(self._key("came", site, self._rank), 1)
+        mine = self._count(store, "came", site)
         if self._rank == 0:
             return ""
 
         def short(what: str, ranks: range) -> list[int]:
-            return [rank for rank in ranks if store.add(self._key(what, site, rank), 0) < mine]
+            return [rank for rank in ranks if (store.peek(self._key(what, site, rank), int) or 0) < mine]
 
         patience = self._patience.get(site, PATIENCE)
         # Lower ranks give up a little sooner: those that wait for the same absent one still log in order.
@@ -374,12 +388,12 @@ def _find_turns(place: Topology | environments.Placement) -> _Turns | None:
     if session is not None:
         group = session.group
         if group not in _turns:
-            _turns[group] = _Turns(group.store.clone, group.rank, group.world_size)  # type: ignore[attr-defined]
+            _turns[group] = _Turns(group.store.clone, group.rank, group.world_size)
         return _turns[group]
     if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
         key: tuple[Any, ...] = (id(store),)
-        connect: Callable[[], Store] = store.clone  # type: ignore[attr-defined]
+        connect = functools.partial(_cloned, store)
     elif place.agent_store:
         key = (place.main_address, place.main_port, place.attempt)
         connect = functools.partial(_launcher_store, place)
@@ -390,7 +404,12 @@ def _find_turns(place: Topology | environments.Placement) -> _Turns | None:
     return _early_turns[key]
 
 
-def _launcher_store(place: Topology | environments.Placement) -> Store:
+def _cloned(store: Any) -> SignedStore:
+    """A connection of its own to the store of the script's process group."""
+    return SignedStore(store.clone(), read_secret(env.snapshot()), "lockstep/before_joining")
+
+
+def _launcher_store(place: Topology | environments.Placement) -> SignedStore:
     """The store that an elastic agent hosts from before the ranks start; nobody else is waited for."""
     assert place.main_address is not None  # where several processes are
     assert place.main_port is not None
@@ -401,4 +420,4 @@ def _launcher_store(place: Topology | environments.Placement) -> Store:
         timeout=timedelta(seconds=PATIENCE),
         wait_for_workers=False,
     )
-    return dist.PrefixStore(f"lockstep/attempt_{place.attempt}/before_joining", store)  # type: ignore[attr-defined]
+    return SignedStore(store, read_secret(env.snapshot()), f"lockstep/attempt_{place.attempt}/before_joining")

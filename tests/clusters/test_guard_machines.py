@@ -32,7 +32,7 @@ SCENARIOS = [
     ("dtypes", ["different dtypes", "float64", at("dtypes")]),
     ("under main", ["ranks 0-1 wait in gather #2", at("gather"), "ranks 2-3 wait in wait_for_everyone", at("end")]),
 ]
-LONG = [pytest.param(*one, marks=pytest.mark.soak) if one[0] not in ("shapes", "raw") else one for one in SCENARIOS]
+LONG = [pytest.param(*one, marks=pytest.mark.soak) if one[0] != "raw" else one for one in SCENARIOS]
 
 
 @pytest.mark.parametrize(("scenario", "parts"), LONG)

@@ -80,6 +80,7 @@ def restarts(two_machines: Machines, script: Path, marks: Path, kills: int, port
     assert f"[0, 1, 2, 3] after {kills} kills" in out_1
 
 
+@pytest.mark.soak
 def test_a_killed_rank_is_recovered_from_on_both_machines(two_machines: Machines, script: Path, tmp_path: Path) -> None:
     restarts(two_machines, script, tmp_path / "marks", 1, 29613, LIMIT)
 

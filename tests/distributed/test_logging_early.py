@@ -25,7 +25,7 @@ logger = get_logger(__name__, log_level="DEBUG")
 time.sleep(0.3 * (2 - rank))
 began = time.monotonic()
 if sys.argv[1] != "some" or rank:
-    for number in range(2):
+    for number in range(int(sys.argv[2])):
         logger.debug("thing_to_log %d", number, main_process_only=False, in_order=True)
 print("took", time.monotonic() - began)
 """
@@ -35,12 +35,14 @@ LAUNCHERS = {
 }
 
 
-def run(folder: Path, command: list[str], how: str, **environ: str) -> tuple[list[tuple[int, int]], str]:
+def run(
+    folder: Path, command: list[str], how: str, lines: int = 2, **environ: str
+) -> tuple[list[tuple[int, int]], str]:
     """The ranks and numbers of the lines, in the order of the screen; and the screen."""
     script = folder / "early.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, *command, str(script), how],
+        [sys.executable, *command, str(script), how, str(lines)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -79,6 +81,9 @@ def test_without_a_store_it_logs_at_once_and_says_so(tmp_path: Path) -> None:
 def test_a_store_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    lines, screen = run(tmp_path, [], "all", **agent, **place)
-    assert lines == [(1, 0), (1, 1)]
+    lines, screen = run(tmp_path, [], "all", 6, **agent, **place)
+    assert lines == [(1, number) for number in range(6)]
     assert "so the order is not certain" in screen
+    # Later lines do not wait for a store that did not answer for the first, and neither does the exit.
+    took = float(re.findall(r"took ([\d.]+)", screen)[0])
+    assert took < 5 * PATIENCE, screen

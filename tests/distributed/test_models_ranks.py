@@ -58,7 +58,7 @@ def test_a_rank_that_cannot_write_raises_and_keeps_nobody_waiting(tmp_path: Path
     (tmp_path / "file").touch()
     (first, total), (second, _) = run_ranks(saving_in_vain, 2, str(tmp_path / "file" / "folder"))
     assert "The model was not saved to" in first
-    assert "NotADirectoryError" in first
+    assert f"{tmp_path / 'file'}'" in first  # what is in the way
     assert second == ""
     assert total == 2
 

@@ -51,7 +51,7 @@ def test_what_is_said_to_be_missing_is_missing_and_says_so() -> None:
 
 def test_every_variable_is_named_and_no_other() -> None:
     known = {name for names in VARIABLES.values() for name in names} | set(UNBUILT)
-    known |= {"LOCKSTEP_RUN_DIR", "LOCKSTEP_LAUNCH", "LOCKSTEP_ATTEMPT"}  # what the launcher tells its ranks
+    known |= {"LOCKSTEP_RUN_DIR", "LOCKSTEP_LAUNCH", "LOCKSTEP_ATTEMPT", "LOCKSTEP_JOB_SECRET"}  # the launcher's
     shown = {name for name in named(section("Environment variables")) if name.startswith(("LOCKSTEP_", "ACCELERATE_"))}
     assert shown == known
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -13,18 +14,28 @@ from lockstep.testing.faults import die
 
 
 class Dying(Disk):
-    """A disk that counts its calls and kills the process at one of them, before it or half-way through."""
+    """A disk that counts its calls and kills the process at one of them, before it or half-way through.
 
-    def __init__(self, fatal: int, *, half: bool, swaps: bool) -> None:
+    With ``full`` the call fails instead, as on a disk without room. Without ``links`` files have one name each.
+    """
+
+    def __init__(self, fatal: int, *, half: bool = False, links: bool = True, full: bool = False) -> None:
         self.calls = 0
-        self._fatal, self._half, self._swaps = fatal, half, swaps
+        self._fatal, self._half, self._links, self._full = fatal, half, links, full
 
-    def _count(self, half: Callable[[], Any] = lambda: None) -> None:
+    def _count(self, half: Callable[[], Any] = lambda: None, *, frees: bool = False) -> None:
         self.calls += 1
         if self.calls == self._fatal:
             if self._half:
                 half()
-            die(signal.SIGKILL)
+            if not self._full:
+                die(signal.SIGKILL)
+            if not frees:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def open(self, path: Path) -> int:
+        self._count(path.touch)
+        return super().open(path)
 
     def write(self, file: int, data: memoryview) -> int:
         self._count(lambda: os.write(file, data[: len(data) // 2]))
@@ -34,30 +45,28 @@ class Dying(Disk):
         self._count()
         super().fsync(file)
 
-    def create(self, path: Path, text: str = "") -> None:
-        self._count(path.touch)
-        super().create(path, text)
-
     def link(self, path: Path, name: Path) -> None:
         self._count()
+        if not self._links:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
         super().link(path, name)
 
-    def make(self, folder: Path) -> None:
+    def mkdir(self, folder: Path) -> None:
         self._count()
-        super().make(folder)
+        super().mkdir(folder)
 
     def rename(self, source: Path, target: Path) -> None:
         self._count()
         super().rename(source, target)
 
-    def exchange(self, one: Path, other: Path) -> bool:
-        self._count()
-        return super().exchange(one, other) if self._swaps else False
-
     def remove(self, folder: Path) -> None:
-        self._count(lambda: [path.unlink() for path in sorted(folder.iterdir())[::2] if path.is_file()])
+        self._count(lambda: [path.unlink() for path in sorted(folder.iterdir())[::2] if path.is_file()], frees=True)
         super().remove(folder)
 
+    def rmdir(self, folder: Path) -> None:
+        self._count(frees=True)
+        super().rmdir(folder)
+
     def unlink(self, path: Path) -> None:
-        self._count()
+        self._count(frees=True)
         super().unlink(path)

@@ -1,7 +1,8 @@
-"""A training in which SIGKILL ends a rank, the last unless told which: ``killed.py WHERE [RANK]``."""
+"""A training in which a signal ends a rank, the last unless told which: ``killed.py WHERE [RANK]``."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -41,7 +42,7 @@ class Samples(Dataset[torch.Tensor]):
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(3, 1)
+        self.layer = torch.nn.Linear(3, 9)
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         kill("forward")
@@ -73,6 +74,10 @@ for batch in loader:  # mark: data
         else:
             time.sleep(20)
         accelerator.wait_for_everyone()  # mark: collective
+    if len(made) == STEP and WHERE == "gloo aborts" and not dies:
+        torch.distributed.all_reduce(torch.ones(2))  # mark: gloo aborts
+    if len(made) == STEP and WHERE == "native code" and dies:
+        ctypes.string_at(0)  # mark: native code
     if len(made) == STEP and WHERE == "sleep" and dies:
         threading.Timer(2.0, kill, ["sleep"]).start()
         time.sleep(20)  # mark: sleep

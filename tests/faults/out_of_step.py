@@ -158,6 +158,13 @@ if SCENARIO == "barrier under main":
     fault()
     if accelerator.is_main_process:
         accelerator.wait_for_everyone()  # mark: barrier under main
+if SCENARIO == "raw left out":
+    accelerator.wait_for_everyone()
+    fault()
+    if not odd:
+        dist.all_reduce(torch.ones(2))  # mark: left out
+    for _ in range(3):
+        dist.all_reduce(torch.ones(4))  # mark: after left out
 train()
 accelerator.wait_for_everyone()  # mark: end
 accelerator.print("all done")

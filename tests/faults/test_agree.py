@@ -287,7 +287,7 @@ def killed(victim: int, how: str) -> None:
     agree(group, step)
 
 
-@pytest.mark.parametrize("how", ["ours", "raw"])
+@pytest.mark.parametrize("how", ["raw", *in_soak("ours")])
 def test_a_killed_rank_is_missed_by_name(how: str) -> None:
     outcomes: list[Outcome] = run_ranks(killed, 4, 2, how, on_failure="collect", timeout=30)
     assert outcomes[2].exit_code == -9
@@ -306,6 +306,25 @@ def test_when_the_store_dies_with_its_rank_the_others_end_with_an_error() -> Non
         assert outcome.error_type == "TopologyError", outcome.error_text
         assert "rank 0" in outcome.error_line
         assert outcome.seconds < 15
+
+
+def connects_when_the_store_is_gone() -> float:
+    group = join()
+    group.barrier()
+    if group.rank == 0:
+        die(signal.SIGKILL)
+    with pytest.raises(dist.DistNetworkError):  # when its process is gone, its port is closed
+        group.store.get("what nobody writes", timeout=timedelta(seconds=30))
+    began = time.monotonic()
+    with pytest.raises(dist.DistNetworkError, match=r"store at .* does not answer"):
+        group.store.clone()
+    return time.monotonic() - began
+
+
+def test_a_store_that_has_died_is_not_connected_to_for_half_an_hour() -> None:
+    outcomes: list[Outcome] = run_ranks(connects_when_the_store_is_gone, 2, on_failure="collect", timeout=60)
+    assert outcomes[1].error_type is None, outcomes[1].error_text
+    assert outcomes[1].value < 15
 
 
 # --- what an error keeps alive -----------------------------------------------------------------------------------

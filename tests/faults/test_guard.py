@@ -83,6 +83,17 @@ RAW = Stop(
         "Job stopped",
     ],
 )
+RAW_LEFT_OUT = Stop(
+    scenario="raw left out",
+    code=STOPPED,
+    says=[
+        f"Rank $last did not make the call of torch's all_reduce at \\S*{AT['left out']}",
+        f"$others called torch's all_reduce #(\\d+) at \\S*{AT['left out']}, "
+        f"rank $last called torch's all_reduce #\\1 at \\S*{AT['after left out']}: calls that do not meet",
+        "Cause .* From there on calls of torch.distributed are paired wrongly",
+        "Job stopped",
+    ],
+)
 STOPS = [
     Stop(
         scenario="shapes",
@@ -216,7 +227,7 @@ STOPS = [
 ]
 LAUNCHED = [stop for stop in STOPS if stop.scenario == "shapes" or stop.first is not FIRST]
 """Each way in which the launcher learns of a cause, once; `make soak` launches all."""
-SOAK_STOPS = [*STOPS, RAW, Stop(scenario="fewer batches of its own", code=1, says=LEFT, first=FIRST)]
+SOAK_STOPS = [*STOPS, RAW, RAW_LEFT_OUT, Stop(scenario="fewer batches of its own", code=1, says=LEFT, first=FIRST)]
 
 
 def assert_says(result: Result, ranks: int, patterns: list[str]) -> None:
@@ -248,7 +259,9 @@ def stops(rows: list[Stop], launcher: str = "lockstep", options: tuple[str, ...]
 
 
 # The guard's stops come with restarts that were asked for: starting again would only bring the job back there.
-@pytest.mark.parametrize(("stop", "job"), [*stops(LAUNCHED), *stops([RAW], options=("--max_restarts", "3"))])
+@pytest.mark.parametrize(
+    ("stop", "job"), [*stops([*LAUNCHED, RAW_LEFT_OUT]), *stops([RAW], options=("--max_restarts", "3"))]
+)
 def test_the_job_stops_and_says_why(ended: Callable[[Job], Result], stop: Stop, job: Job) -> None:
     check(stop, job, ended(job))
 

@@ -86,7 +86,8 @@ def test_told_to_go_it_saves_and_goes_on_later(
     assert result(tmp_path) == left_alone
 
 
-@pytest.mark.parametrize("resumed", [False, *in_soak(True)])
+@pytest.mark.soak
+@pytest.mark.parametrize("resumed", [False, True])
 def test_one_rank_that_is_told_takes_all_with_it(tmp_path: Path, left_alone: dict[str, Any], resumed: bool) -> None:
     process = start(tmp_path, 2, "slow")
     wait_for_checkpoint(tmp_path, process)

@@ -60,7 +60,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 def is_stuck(directory: RunDirectory) -> bool:
     boxes = watch.look(directory)
-    return len(boxes) == 2 and boxes[0].op is not None and boxes[0].now - boxes[0].op.since > 2 and boxes[1].stack != ()
+    if len(boxes) < 2 or boxes[0].op is None or not boxes[0].op.name.startswith("backward"):
+        return False
+    return boxes[0].now - boxes[0].op.since > 2 and boxes[1].stack != ()
 
 
 def call(run: str, as_json: bool = False) -> int:

@@ -27,7 +27,7 @@ SHOWS = {
 }
 
 
-@pytest.mark.parametrize("how", ["raises", "exits", "guard", *in_soak("record")])
+@pytest.mark.parametrize("how", ["exits", "guard", *in_soak("raises", "record")])
 def test_it_shows_the_cause(ended: Callable[[Job], Result], how: str) -> None:
     result = ended(Job(scenario=how, script="summary.py", launcher="torchrun"))
     block = result.words.partition("summary.py FAILED")[2]

@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from tempfile import TemporaryDirectory
@@ -341,6 +342,23 @@ def saves_at_different_lines() -> None:
         else:
             accelerator.save_state(folder)
         training.check()
+
+
+def saves_after_a_long_wait() -> None:
+    """A rank waits in a call of torch's own, and then keeps its interpreter busy: its record is late to follow."""
+    training = Training()
+    for waits in (main, odd):
+        with shared_folder() as folder:
+            for batch in training.loader:
+                training.update(batch)
+            if not waits:
+                time.sleep(3.5)
+            torch.distributed.all_reduce(torch.ones(1))
+            if waits:
+                pow(3, 5_000_000)  # a second of one instruction, in which no thread of Python's runs
+            accelerator.save_state(f"{folder}/state")
+            assert not main or os.path.exists(f"{folder}/state/random_states_1.pkl")
+    training.check()
 
 
 def main_saves_the_state_at_the_end() -> None:

@@ -7,6 +7,7 @@ program ends with the same weights on all ranks.
 
 from __future__ import annotations
 
+import faulthandler
 import random
 import sys
 import tempfile
@@ -197,6 +198,7 @@ def fault() -> None:
 
 def train(seed: int, **choices: Any) -> list[float]:
     """Called on: all ranks. Run a mutated program; the parameters at its end."""
+    faulthandler.disable()  # as in a script: where the pool has not enabled it, a crash is the guard's to record
     with tempfile.TemporaryDirectory() as folder:
         run = MutatedRun(mutate(seed, **choices), Path(folder))
         parameters = list(run.run()["parameters"])

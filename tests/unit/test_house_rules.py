@@ -62,6 +62,7 @@ UNPICKLES = {
     "guard/reporter.py": "torch's Flight Recorder, in this process",
     "launch/forked.py": "the notebook that forked this process",
     "launch/forks.py": "a process that this one forked",
+    "launch/rendezvous_state.py": "the rendezvous' state, by the classes of that state only, before torch does",
     "testing/_member.py": "a process that this one started",
     "testing/_rank.py": "the process that started this one",
     "testing/ranks.py": "processes that this one started",
@@ -78,12 +79,40 @@ def imports_of_pickle(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, "from pickle import"
 
 
-def uses_of_a_store(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Reading from torch's store: ``store.get``, ``self._root.get`` and the like, and ``multi_get``."""
+RAW_READS = ("multi_get", "compare_set", "queue_pop")
+SIGNED_READS = ("peek", "peek_all", "claim")
+READS_UNSIGNED = {
+    "config/signed_store.py": "checks the signatures",
+    "topology/job_secret.py": "fingerprints of the secret, compared as texts",
+    "launch/rendezvous_backend.py": "signs and checks the state of torch's rendezvous",
+}
+"""Modules that may read torch's store past the signatures, and what."""
+
+
+def reads_past_signatures(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Calls of torch's store itself that read; and its counters, which cannot be signed."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in ("get", "multi_get", "compare_set"):
+        if not isinstance(node, ast.Attribute):
+            continue
+        owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+        counts = node.attr in ("add", "append") and ("store" in owner.lower() or owner in ("_root", "raw"))
+        raw = isinstance(node.value, ast.Attribute) and owner == "raw" and node.attr in ("get", "wait", "check")
+        if node.attr in RAW_READS or raw or counts:
+            yield node.lineno, f"{owner}.{node.attr}"
+
+
+def test_values_of_the_store_are_read_through_their_signatures() -> None:
+    allowed = [SOURCE / name for name in READS_UNSIGNED]
+    assert offences(reads_past_signatures, [path for path in FILES if path not in allowed]) == []
+    assert [path for path in allowed if not list(reads_past_signatures(parsed(path)))] == []
+
+
+def uses_of_a_store(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Reading from the job's store: ``store.get``, ``self._root.get`` and the like, and what only a store has."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("get", "gather", "add", *RAW_READS, *SIGNED_READS):
             owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
-            if node.attr != "get" or "store" in owner.lower() or owner == "_root":
+            if node.attr not in ("get", "gather", "add") or "store" in owner.lower() or owner in ("_root", "raw"):
                 yield node.lineno, f"{owner}.{node.attr}"
 
 

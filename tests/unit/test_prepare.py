@@ -134,12 +134,31 @@ def test_one_entry_of_device_placement_for_each_object() -> None:
         accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1), device_placement=[True])
 
 
-@pytest.mark.parametrize("name", ["optimizer", "loader", "scheduler"])
-def test_what_another_accelerator_prepared_is_an_error(name: str) -> None:
-    theirs = Accelerator(cpu=True).prepare(*objects().values())
-    item = dict(zip(KINDS, theirs, strict=True))[name]
-    with pytest.raises(UsageError, match=f"{type(item).__name__} was prepared by another Accelerator"):
-        Accelerator(cpu=True).prepare(item)
+def test_what_another_accelerator_prepared_is_prepared_anew() -> None:
+    """As when a cell of a notebook is run again."""
+    given = objects()
+    first = Accelerator(cpu=True).prepare(*given.values())
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(*first)
+    assert (model, optimizer.optimizer, scheduler.scheduler) == tuple(given[kind] for kind in KINDS if kind != "loader")
+    assert accelerator.prepare(optimizer, loader, scheduler) == (optimizer, loader, scheduler)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    batches = list(loader)
+    assert len(batches) == len(given["loader"])
+    for number, batch in enumerate(batches[:2]):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        same = [torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+        assert all(same) == (number == 0)  # in the window of the new one
+
+
+def test_a_copy_of_another_accelerators_loader_is_an_error() -> None:
+    loader = copy.deepcopy(Accelerator(cpu=True).prepare(objects()["loader"]))
+    with pytest.raises(UsageError, match="a copy of one that another Accelerator"):
+        Accelerator(cpu=True).prepare(loader)
 
 
 def test_wrapped_objects_keep_their_type_and_attributes() -> None:
@@ -179,6 +198,7 @@ def test_a_prepared_optimizer_can_be_copied_and_pickled() -> None:
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 @pytest.mark.parametrize("window", [1, 2])
 def test_freed_objects_are_gone(call: str, precision: str, window: int) -> None:
+    gc.freeze()  # what other tests have left need not be gone through
     accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=window)
     given = objects()
     made = dict(zip(KINDS, accelerator.prepare(*given.values()), strict=True))

@@ -23,6 +23,7 @@ from weakref import WeakSet
 from lockstep.blackbox import layout, processes, sites
 from lockstep.blackbox.snapshot import Raw
 from lockstep.blackbox.texts import TextTable
+from lockstep.rundir.files import make_folder
 
 if TYPE_CHECKING:
     from lockstep.blackbox.peers import Peers
@@ -186,7 +187,7 @@ class Box(NoBox):
             attempt=attempt,
             device=device,
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         unfinished = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
         file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:

@@ -70,7 +70,7 @@ def read_header(path: Path) -> Header | None:
 
 def _open(path: Path) -> int:
     """Open a file for reading; OSError unless it is one of a box's size. A pipe of that name does not block."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         about = os.fstat(file)
         if not stat.S_ISREG(about.st_mode) or about.st_size != layout.SIZE:

@@ -48,6 +48,21 @@ class Raw:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TorchCall:
+    """A collective that a rank has started in torch's process group, as Flight Recorder lists it."""
+
+    number: int
+    """Its number in the group."""
+    name: str
+    shapes: str
+    """Sizes of its inputs."""
+    elements: int
+    """The number of elements in them."""
+    site: str
+    """The user's line that led to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """One rank at one moment."""
 
@@ -103,10 +118,14 @@ class Snapshot:
     """The user's line of a forward whose backward has not begun yet."""
     raw: Raw | None = None
     """Torch's own collective that it is in right now."""
+    torch_calls: tuple[TorchCall, ...] = ()
+    """Its latest collectives in torch's process group, when it does not move."""
     history: tuple[Op, ...] = field(default=())
     """Its latest collectives, oldest first; the one it is in is the last."""
     stack: tuple[str, ...] = ()
     """The main thread's stack, innermost first, as ``file:line in function``, when it was asked for."""
+    crash: str = ""
+    """The fatal error in native code that ended it, as Python's faulthandler names it: "Aborted"."""
     paused: bool = False
     """Whether a debugger holds it, or it was stopped by a signal."""
     beat: float = 0.0

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from lockstep.checkpoint.sharing import view_key
+from lockstep.checkpoint.sharing import overlaps_itself, stored_bytes, view_key
 from lockstep.checkpoint.stored import Entries, as_entries, is_stored, read_all, some
+from lockstep.comm.raw_bytes import as_bytes
 from lockstep.errors import CheckpointError
 from lockstep.logging import get_logger
 
@@ -75,7 +77,9 @@ class Assignment:
         offload: Offload | None = None,
         surplus: Iterable[str] = (),
     ) -> None:
-        self._model, self._entries, self._place, self._offload = model, entries, place, offload
+        self.model = model
+        """What it is going to be loaded into."""
+        self._entries, self._place, self._offload = entries, place, offload
         self._targets: dict[str, Any] = model.state_dict(keep_vars=True)
         self._keys = {name: view_key(value) for name, value in self._targets.items() if isinstance(value, Tensor)}
         self._uses = _uses(model)
@@ -83,6 +87,8 @@ class Assignment:
         self._done: set[Hashable] = set()
         self.by_module = _has_own_ways(model, entries)
         """Whether modules load by code of their own, so that torch has to call them, all at once."""
+        self.may_refuse = self.by_module and _runs_own_code(model, entries)
+        """Whether a module may raise when it is given what was read, after others have changed."""
         found = _after_hooks(model, entries, strict) if self.by_module else entries
         self.loaded = self._compare_names(found, surplus)
         self._check(found, strict, where)
@@ -96,7 +102,7 @@ class Assignment:
 
     def _compare_names(self, found: Entries, surplus: Iterable[str]) -> Loaded:
         there = {self._keys.get(name) for name in found}
-        lenient = (*self._custom, *_late_names(self._model))
+        lenient = (*self._custom, *_late_names(self.model))
         missing = [
             name
             for name in self._targets
@@ -123,7 +129,7 @@ class Assignment:
         if problems:
             told = "\n  ".join(problems[:10])
             raise CheckpointError(
-                f"{where} does not fit {type(self._model).__name__}, which was left as it is:\n  {told}"
+                f"{where} does not fit {type(self.model).__name__}, which was left as it is:\n  {told}"
             )
         for text in torn:
             get_logger(__name__).warning(f"{where}: {text}; the last one is used")
@@ -183,7 +189,7 @@ class Assignment:
 
     def shares(self, parts: int) -> list[list[str]]:
         """All names, for so many threads to load about as many bytes each."""
-        by_size = sorted(self.places, key=lambda name: self._targets[name].nbytes, reverse=True)
+        by_size = sorted(self.places, key=lambda name: stored_bytes(self._targets[name]), reverse=True)
         return [by_size[part::parts] for part in range(parts)]
 
     def _file_by_file(self, names: Iterable[str]) -> Iterator[str]:
@@ -203,22 +209,37 @@ class Assignment:
         if place.device.type == "meta":
             self._forget(name)
         elif key in self._done or (place.device == target.device and place.dtype == target.dtype):
-            entry.read_into(self._current(name))
+            self._overwrite(name, entry)
         else:
             fresh = torch.empty(target.shape, dtype=place.dtype, device=place.device)
             entry.read_into(fresh)
             self._put(key, target, fresh)
         self._done.add(key)
 
+    def _overwrite(self, name: str, entry: Any) -> None:
+        target = self._current(name)
+        if not overlaps_itself(target):
+            entry.read_into(target)
+            return
+        values = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        entry.read_into(values)
+        trial = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=target.device)
+        _copy_expanded(trial, values)
+        if torch.equal(_bytes(trial), _bytes(values)):
+            _copy_expanded(target, values)
+        else:  # elements that are one place in the model are to get different values: each needs its own
+            self._put(self._keys[name], target, values)
+
     @torch.no_grad()
     def _through_torch(self) -> None:
         for name, place in self.places.items():
             target, key = self._targets[name], self._keys[name]
             device = torch.device("cpu") if place.device.type == "meta" else place.device
-            if key not in self._done and not is_lazy(target) and (device, place.dtype) != (target.device, target.dtype):
+            other = (device, place.dtype) != (target.device, target.dtype) or overlaps_itself(target)
+            if key not in self._done and not is_lazy(target) and other:
                 self._put(key, target, torch.empty(target.shape, dtype=place.dtype, device=device))
             self._done.add(key)
-        self._model.load_state_dict(read_all(self._entries), strict=False)
+        self.model.load_state_dict(read_all(self._entries), strict=False)
         for name, place in self.places.items():
             if place.device.type == "meta":
                 self._hand_over(name, self._current(name).detach())
@@ -249,6 +270,18 @@ class Assignment:
             if id(value) not in made:
                 made[id(value)] = _replacement(value, fresh)
             table[attribute] = made[id(value)]
+
+
+def _copy_expanded(target: Tensor, values: Tensor) -> None:
+    """Copy into a tensor of which one element may stand for many, which torch itself refuses."""
+    for dimension, stride in enumerate(target.stride()):
+        if not stride:
+            target, values = target.narrow(dimension, 0, 1), values.narrow(dimension, 0, 1)
+    target.copy_(values)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return as_bytes(tensor.contiguous())
 
 
 def _replacement(old: Tensor, fresh: Tensor) -> Tensor:
@@ -283,6 +316,11 @@ def _has_own_ways(model: nn.Module, entries: Entries) -> bool:
     )
 
 
+def _runs_own_code(model: nn.Module, entries: Entries) -> bool:
+    extra = not all(is_stored(entry) for entry in entries.values())
+    return extra or any(_is_custom(module) for module in model.modules())
+
+
 def _is_custom(module: nn.Module) -> bool:
     own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     return own and not isinstance(module, _NormBase)
@@ -305,6 +343,8 @@ def _after_hooks(model: nn.Module, entries: Entries, strict: bool) -> dict[str, 
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         for hook in module._load_state_dict_pre_hooks.values():
+            if getattr(getattr(hook, "hook", None), "__func__", None) is LazyModuleMixin._lazy_load_hook:
+                continue  # it gives the module its shapes: nothing is to be changed yet
             hook(state, prefix, {}, strict, [], [], [])
     return state
 

@@ -1,41 +1,356 @@
-"""A checkpoint appears as a whole or not at all.
+"""Several files appear as one, or not at all.
 
-It is written into a folder beside its place, whose name begins with a dot. When all files and the manifest are on the
-medium the folder gets its name, by one rename; an older checkpoint of that name is swapped with it at the same
-instant, and only then deleted. So whenever the process or the machine stops, what is found under the name is the old
-one or the new one, complete.
+A place that does not exist yet gets its name by one rename: its files are complete and on the medium in a folder
+beside it, whose name begins with a dot.
 
-Who writes holds a *claim*, a small file beside the place that says which process it is. A second writer is refused; a
-claim whose process is gone is taken over, and what that process left behind is removed.
+A place that exists is never renamed or removed: it may be a mount point, the working directory, a link to a folder on
+another disk, and files of the user's may be in it. There the new files are completed in a folder inside it, and that
+folder gets another name: ``.lockstep.<token>.committed``. This rename is the commit. From then on our loaders read from
+that folder, which stays complete until every file has a second name in its place and old files are gone. So whenever
+the process or the machine stops, the old files are found or the new ones, and the next save completes what is left.
+
+Who writes holds a lock (``write_lock``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
 import os
 import re
 import secrets
-import threading
-import time
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from lockstep.blackbox import processes
-from lockstep.checkpoint import manifest
+from lockstep.checkpoint import manifest, write_lock
 from lockstep.checkpoint.disk import Disk
-from lockstep.errors import CheckpointError
+from lockstep.checkpoint.layout import Layout, layouts_of
+from lockstep.checkpoint.write_lock import WriteLock
+from lockstep.errors import CheckpointError, LockstepError
 
-HEARTBEAT = 5.0
-"""Seconds after which a writer touches its claim again."""
-PATIENCE = 20.0
-"""Seconds without a sign of life after which a writer on another machine counts as gone."""
 PREFIX = "checkpoint_"
 """Of the folders that are numbered by us."""
-MARK = ".unfinished"
-"""A file in a folder that was never complete."""
 _NUMBERED = re.compile(PREFIX + r"(\d+)")
+_LOCK = ".writing"
+_INSIDE = re.compile(r"\.lockstep\.([0-9a-f]{16})\.(partial|committed)")
+
+
+def partial_inside(place: Path, token: str) -> Path:
+    """What is being written inside a place that exists, or is on its way out."""
+    return place / f".lockstep.{token}.partial"
+
+
+def partial_beside(place: Path, token: str) -> Path:
+    """The same beside a place that does not exist, or is on its way out."""
+    return place.with_name(f".{place.name}.{token}.partial")
+
+
+def pending(place: Path) -> Path | None:
+    """The folder in a place whose files are committed, and not all under their names yet; None where all are."""
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        found = [place / name for name in os.listdir(place) if _is_pending(place / name)]
+    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def _is_pending(folder: Path) -> bool:
+    """Whether it is such a folder."""
+    match = _INSIDE.fullmatch(folder.name)
+    return match is not None and match[2] == "committed" and folder.is_dir() and not folder.is_symlink()
+
+
+def reads_pending(place: Path) -> str:
+    """What is logged when such a folder is read from: a program that wrote there since would be surprised."""
+    return (
+        f"A save to {place} was interrupted after its commit. What it saved is read from .lockstep.….committed in it, "
+        "and not what other programs may have written there since. The next save there completes it."
+    )
+
+
+def pending_file(path: Path) -> Path:
+    """Where to read a file that may be committed and not under its name yet."""
+    folder = pending(path.parent)
+    return folder / path.name if folder is not None and (folder / path.name).exists() else path
+
+
+class Staging:
+    """One save into one place: a folder to write into, which is published as a whole or removed.
+
+    With ``numbered`` the right to write is that to all numbered checkpoints of a folder, since writing one deletes
+    others. ``wait`` is for how many seconds to wait for another writer.
+    """
+
+    def __init__(
+        self, place: Path, disk: Disk, *, durable: bool = True, numbered: bool = False, wait: float = 0.0
+    ) -> None:
+        if place.is_symlink() and not place.exists():
+            place = Path(os.path.realpath(place))  # made where the link points to
+        if place.exists() and not place.is_dir():
+            raise CheckpointError(f"{place} is a file; to save there it has to be a folder, or not to exist.")
+        self.place, self._disk, self._durable = place, disk, durable
+        disk.make(place.parent, durable=durable)
+        self._lock, self.exists = _lock(place, disk, numbered, wait)
+        """Whether the place exists already."""
+        self._inner: WriteLock | None = None
+        try:
+            self._sweep(numbered)
+            token = self._lock.token
+            self.folder = partial_inside(place, token) if self.exists else partial_beside(place, token)
+            """Where to write."""
+            disk.mkdir(self.folder)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _sweep(self, numbered: bool) -> None:
+        places = {Path(os.path.realpath(self.place)), *(_left_numbers(self.place.parent) if numbered else ())}
+        for place in places:
+            for path in _left_beside(place):
+                self._disk.remove(path)
+        write_lock.sweep(self._lock.path, self._disk)
+        if self.exists:
+            _sweep_inside(self.place, self._lock, self._disk, self._durable)
+
+    def publish(self) -> str | None:
+        """Commit what was written. What failed after the commit, if anything did: our loaders find it all the same."""
+        disk, durable = self._disk, self._durable
+        self._lock.check()
+        if durable:
+            for inner in _folders(self.folder):
+                disk.fsync_folder(inner)
+        self._lock.check()
+        whole = not self.exists and self._rename_whole()
+        committed = self.place / f".lockstep.{self._lock.token}.committed"
+        if not whole:
+            _refuse_obstacles(self.place, self.folder)
+            disk.rename(self.folder, committed)
+        try:
+            if durable:
+                disk.fsync_folder(self.place.parent if whole else self.place)
+            if not whole:
+                _complete(self.place, committed, self._inner or self._lock, disk, durable)
+        except (OSError, LockstepError) as error:
+            return describe(error)
+        return None
+
+    def check(self) -> None:
+        """CheckpointError when another process has taken over."""
+        self._lock.check()
+
+    def _rename_whole(self) -> bool:
+        """Give the folder the name of its place; False when somebody has made a folder there meanwhile."""
+        try:
+            self._disk.rename(self.folder, self.place)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self.place.is_dir():
+                raise
+            self._inner = write_lock.acquire(self.place / _LOCK, self.place, self._disk)
+            _sweep_inside(self.place, self._inner, self._disk, self._durable)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Remove what was not committed, and let others write here."""
+        try:
+            if os.path.lexists(self.folder):
+                self._disk.remove(self.folder)
+        finally:
+            for lock in (self._inner, self._lock):
+                if lock is not None:
+                    lock.release()
+
+
+def describe(error: BaseException) -> str:
+    """An error in a line: what the system says of a file, or what we say."""
+    if isinstance(error, LockstepError):
+        return str(error)
+    if isinstance(error, OSError):
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror or error}{where}"
+    return f"{type(error).__name__}: {error}"
+
+
+def unfinished(what: str, problem: str) -> str:
+    """The message for a save that failed after its commit."""
+    return (
+        f"{what} is saved and can be loaded, but the save did not finish: {problem.rstrip('.')}. Other programs may "
+        "not find all of its files, and a power loss may undo it, until a further save there succeeds. Make room, or "
+        "remove what is in the way."
+    )
+
+
+def _lock(place: Path, disk: Disk, numbered: bool, wait: float) -> tuple[WriteLock, bool]:
+    """The right to write, and whether the place exists: in a place that does, else beside it.
+
+    In it, since its parent may be another file system, or not ours to write to.
+    """
+    if numbered:
+        return write_lock.acquire(place.with_name(_LOCK), place, disk, wait=wait), False
+    while True:
+        exists = place.is_dir()
+        lock = write_lock.acquire(place / _LOCK if exists else _beside_lock(place), place, disk, wait=wait)
+        if place.is_dir() == exists:
+            break
+        lock.release()
+    real = Path(os.path.realpath(place))
+    if exists and real.name:
+        try:
+            write_lock.refuse_if_held(_beside_lock(real), place)
+        except BaseException:
+            lock.release()
+            raise
+    return lock, exists
+
+
+def _beside_lock(place: Path) -> Path:
+    return place.with_name(f".{place.name}{_LOCK}")
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    """The folder and those in it, the innermost first."""
+    for path, _, _ in os.walk(folder, topdown=False):
+        yield Path(path)
+
+
+# ---------------------------------------------------------------- from the committed folder to the files' names
+
+
+def _complete(place: Path, committed: Path, lock: WriteLock, disk: Disk, durable: bool) -> None:
+    """Put committed files under their names, remove those that they replace, and then the folder.
+
+    Other programs know nothing of the folder. For them the index of a divided model goes first and comes last, each
+    step on the medium before the next; a single file is replaced at one instant.
+    """
+    names, last = _ordered(committed)
+    divided = [layout.index for layout in layouts_of("model") if layout.index in last]
+    if divided:
+        _unlink(place, divided, lock, disk)
+        _sync(place, (), disk, durable)
+    _put(place, committed, names, lock, disk, durable)
+    stale = _superseded(place, {*names, *last})
+    if manifest.NAME in last:
+        _unlink(place, stale, lock, disk)  # while the old manifest is there to say what they are
+        stale, divided = [], divided or stale
+    if divided:
+        _sync(place, names, disk, durable)
+    _put(place, committed, last, lock, disk, durable)
+    _unlink(place, stale, lock, disk)
+    _sync(place, (*names, *last), disk, durable)
+    lock.check()
+    gone = partial_inside(place, _token(committed))
+    disk.rename(committed, gone)
+    _sync(place, (), disk, durable)  # else the name might be back after a power loss, and its files not
+    disk.remove(gone)
+
+
+def _token(committed: Path) -> str:
+    match = _INSIDE.fullmatch(committed.name)
+    return match[1] if match else secrets.token_hex(8)
+
+
+def _files(folder: Path, *, links: bool = True) -> list[str]:
+    """All files in a folder, by their path in it, and links, which a hook of the user's may have made."""
+    paths = (Path(at, name) for at, folders, names in os.walk(folder) for name in (*folders, *names))
+    kinds = (stat.S_IFREG, stat.S_IFLNK) if links else (stat.S_IFREG,)
+    return sorted(path.relative_to(folder).as_posix() for path in paths if stat.S_IFMT(path.lstat().st_mode) in kinds)
+
+
+def _ordered(committed: Path) -> tuple[list[str], list[str]]:
+    """The files in the folder, and apart from them those with which readers begin: they come last."""
+    names = _files(committed)
+    entry_points = [name for layout in layouts_of("model") for name in layout.entry_points]
+    last = [name for name in (*entry_points, manifest.NAME) if name in names]
+    return [name for name in names if name not in last], last
+
+
+def _superseded(place: Path, new: set[str]) -> list[str]:
+    """Old files that go when new ones come: what the old state listed, or shards and index of the old model.
+
+    Nothing else: whatever is not ours stays. The first to go are those with which readers begin.
+    """
+    try:
+        if manifest.NAME in new:
+            old = [name for name in manifest.read(place).files if not _through_link(place, name)]
+        else:
+            old = [name for name in os.listdir(place) for layout in _layouts(new) if layout.owns(name)]
+    except (OSError, CheckpointError):
+        return []
+    first = [name for layout in layouts_of("model") for name in layout.entry_points]
+    return sorted((name for name in old if name not in new), key=lambda name: (name not in first, name))
+
+
+def _layouts(names: set[str]) -> list[Layout]:
+    return [layout for layout in layouts_of("model") if names & set(layout.entry_points)]
+
+
+def _through_link(place: Path, name: str) -> bool:
+    return any(parent.is_symlink() for parent in _parents(place, name))
+
+
+def _parents(place: Path, name: str) -> list[Path]:
+    """The folders between a place and a file in it, the innermost first."""
+    return [place / parent for parent in list(Path(name).parents)[:-1]]
+
+
+def _put(place: Path, committed: Path, names: Iterable[str], lock: WriteLock, disk: Disk, durable: bool) -> None:
+    for name in names:
+        source, target = committed / name, place / name
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.lstat(source), os.lstat(target)):
+                continue  # was there when a save was interrupted
+        disk.make(target.parent, durable=durable)
+        second = partial_inside(target.parent, _token(committed))
+        disk.unlink(second)
+        disk.link_or_copy(source, second, durable=durable)
+        lock.check()
+        disk.rename(second, target)
+
+
+def _unlink(place: Path, names: Iterable[str], lock: WriteLock, disk: Disk) -> None:
+    for name in names:
+        if os.path.lexists(place / name):
+            lock.check()
+            disk.unlink(place / name)
+        for parent in _parents(place, name):
+            disk.rmdir(parent)
+
+
+def _sync(place: Path, names: Iterable[str], disk: Disk, durable: bool) -> None:
+    if durable:
+        for folder in sorted({(place / name).parent for name in names} | {place}, reverse=True):
+            disk.fsync_folder(folder)
+
+
+def _refuse_obstacles(place: Path, folder: Path) -> None:
+    """Raise before the commit where a file could not get its name after it."""
+    for name in _files(folder):
+        obstacle = next((path for path in _parents(place, name) if path.exists() and not path.is_dir()), None)
+        if obstacle is None and (place / name).is_dir() and not (place / name).is_symlink():
+            obstacle = place / name
+        if obstacle is not None:
+            what = "a folder" if obstacle.is_dir() else "a file"
+            raise CheckpointError(
+                f"{obstacle} is {what}, and {name} has to be written there. Move it away, or save elsewhere."
+            )
+
+
+def _sweep_inside(place: Path, lock: WriteLock, disk: Disk, durable: bool) -> None:
+    """Complete what a writer that is gone has committed, and remove what it has not."""
+    while (committed := pending(place)) is not None:
+        if durable:  # whoever committed it may have died before it was on the medium
+            for name in _files(committed, links=False):
+                disk.fsync_file(committed / name)
+            for folder in (*_folders(committed), place):
+                disk.fsync_folder(folder)
+        _complete(place, committed, lock, disk, durable)
+    for name in os.listdir(place):
+        if _INSIDE.fullmatch(name):
+            disk.remove(place / name)
+    write_lock.sweep(place / _LOCK, disk)
+
+
+# ---------------------------------------------------------------- numbered checkpoints
 
 
 def numbered(folder: Path) -> list[tuple[int, Path]]:
@@ -48,172 +363,12 @@ def numbered(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def beside(place: Path, token: str) -> Path:
-    """Where a checkpoint is while it is written, or on its way out."""
-    return place.with_name(f".{place.name}.{token}.partial")
-
-
-def left_beside(place: Path) -> list[Path]:
-    """Such folders that are there, of whichever writer."""
+def _left_beside(place: Path) -> list[Path]:
+    """Folders beside a place that were to become it, or were it."""
     pattern = re.compile(re.escape(f".{place.name}.") + r"[0-9a-f]{16}\.partial")
     with contextlib.suppress(OSError):
         return [place.with_name(name) for name in os.listdir(place.parent) if pattern.fullmatch(name)]
     return []
-
-
-class Claim:
-    """The right to write to one place, held by one process of one job at a time."""
-
-    def __init__(self, path: Path, token: str, disk: Disk) -> None:
-        self.path = path
-        self._disk = disk
-        self.token = token
-        """Tells this writer's folder from those of others."""
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def keep(self) -> None:
-        """Show from now on that the writer lives, for those on other machines who cannot see its process."""
-        self._thread = threading.Thread(target=self._beat, name="lockstep-claim", daemon=True)
-        self._thread.start()
-
-    def _beat(self) -> None:
-        while not self._stop.wait(HEARTBEAT):
-            with contextlib.suppress(OSError):
-                os.utime(self.path)
-
-    def release(self) -> None:
-        """Give up the right."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-        with contextlib.suppress(OSError):
-            if _owner(self.path).get("token") == self.token:
-                self._disk.unlink(self.path)
-
-
-def claim(place: Path, disk: Disk, *, numbered_in: Path | None = None) -> Claim:
-    """The right to write to a place; CheckpointError when another process has it.
-
-    With ``numbered_in`` it is the right to all numbered checkpoints of that folder, since writing one deletes others.
-    """
-    path = _claim_path(place, numbered_in)
-    token = secrets.token_hex(8)
-    text = json.dumps(
-        {
-            "token": token,
-            "host": os.uname().nodename,
-            "pid": os.getpid(),
-            "started": (began := processes.started(os.getpid())),
-            "folder": str(place),
-        }
-    )
-    for _ in range(10):
-        # Linked into place, so that whoever finds it can read it: a file made first and filled after is empty at times.
-        fresh = path.with_name(f"{path.name}.{os.getpid()}.{began}.{token}")
-        disk.create(fresh, text)
-        try:
-            _link(fresh, path, disk)
-            return Claim(path, token, disk)
-        except FileExistsError:
-            _remove_if_dead(path, place)
-        except FileNotFoundError:
-            pass  # swept away by somebody on another machine, who cannot see that we live
-        finally:
-            disk.unlink(fresh)
-    raise CheckpointError(
-        f"{path} keeps coming back: several processes want to write to {place}. Let one of them do it."
-    )
-
-
-def _claim_path(place: Path, numbered_in: Path | None) -> Path:
-    return numbered_in / ".writing" if numbered_in is not None else place.with_name(f".{place.name}.writing")
-
-
-def _link(fresh: Path, path: Path, disk: Disk) -> None:
-    try:
-        disk.link(fresh, path)
-    except (FileExistsError, FileNotFoundError):
-        raise
-    except OSError:  # a file system without links
-        with path.open("x") as file:
-            file.write(fresh.read_text())
-
-
-def _owner(path: Path) -> dict[str, Any]:
-    try:
-        owner = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except ValueError:
-        return {}
-    return owner if isinstance(owner, dict) else {}
-
-
-def _remove_if_dead(path: Path, place: Path) -> None:
-    """Remove a claim whose process is gone; CheckpointError while it lives."""
-    owner = _owner(path)
-    if not owner:
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime < PATIENCE:
-                return  # gone in between, or not ours and fresh: look again
-            path.unlink()
-        return
-    if not _lives(path, owner):
-        # Under a name of its own first: of two that find it dead, one would else remove the other's new claim.
-        aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(path, aside)
-            if _owner(aside).get("token") != owner.get("token"):
-                with contextlib.suppress(FileExistsError):
-                    os.link(aside, path)  # somebody was faster: it is theirs
-            aside.unlink()
-        return
-    what = owner.get("folder") or place
-    raise CheckpointError(
-        f"{place} cannot be written: process {owner.get('pid')} on {owner.get('host')} is writing {what}. Two writers "
-        "would delete each other's files: let each job save to a folder of its own, or wait for the other one to end."
-    )
-
-
-def _lives(path: Path, owner: dict[str, Any]) -> bool:
-    pid, began = owner.get("pid"), owner.get("started")
-    if owner.get("host") == os.uname().nodename and isinstance(pid, int) and isinstance(began, int):
-        return processes.look(pid, began).alive
-    # On another machine: it touches the file as long as it lives. No clocks are compared, they may differ.
-    with contextlib.suppress(FileNotFoundError):
-        before = path.stat().st_mtime_ns
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            time.sleep(0.2)
-            if path.stat().st_mtime_ns != before:
-                return True
-    return False
-
-
-def begin(folder: Path, disk: Disk) -> None:
-    """Make the folder to write into. A mark in it says that it was never more than that."""
-    disk.make(folder)
-    disk.create(folder / MARK)
-
-
-def complete(folder: Path, disk: Disk) -> None:
-    """Take the mark away: all files are there, and the manifest with them."""
-    disk.unlink(folder / MARK)
-
-
-def sweep(place: Path, disk: Disk, *, all_numbered: bool = False) -> None:
-    """Called by who holds the claim. Remove what writers that are gone have left."""
-    places = {place, *_left_numbers(place.parent)} if all_numbered else {place}
-    for named in places:
-        for folder in left_beside(named):
-            retire(folder, named, disk)
-    claims = _claim_path(place, place.parent if all_numbered else None)
-    pattern = re.compile(re.escape(claims.name) + r"\.(\d+)\.(\d+)\.[0-9a-f]{16}")
-    for name in os.listdir(claims.parent):
-        match = pattern.fullmatch(name)
-        if match and not processes.look(int(match[1]), int(match[2])).alive:
-            disk.unlink(claims.with_name(name))
 
 
 def _left_numbers(folder: Path) -> set[Path]:
@@ -223,78 +378,63 @@ def _left_numbers(folder: Path) -> set[Path]:
     return set()
 
 
-def publish(folder: Path, place: Path, disk: Disk, *, durable: bool) -> None:
-    """Give a complete folder its name. An older checkpoint of that name is gone when this returns."""
-    if durable:
-        for inner in _folders(folder):
-            disk.fsync_folder(inner)
-    swapped = False
-    if place.exists():
-        swapped = disk.exchange(folder, place)
-        if not swapped:
-            # Two renames: between them there is nothing under the name. Who looks for it then looks beside it.
-            aside = beside(place, secrets.token_hex(8))
-            disk.rename(place, aside)
-            disk.rename(folder, place)
-            folder, swapped = aside, True
-    else:
-        disk.rename(folder, place)
-    if durable:
-        disk.fsync_folder(place.parent)
-    if swapped:
-        retire(folder, place, disk)
-
-
-def _folders(folder: Path) -> Iterator[Path]:
-    """The folder and those in it, the innermost first."""
-    for path, _, _ in os.walk(folder, topdown=False):
-        yield Path(path)
-
-
-def retire(folder: Path, place: Path, disk: Disk) -> None:
-    """Delete a folder that is no checkpoint any more. What was in it besides the checkpoint moves to its successor."""
-    if not (folder / MARK).exists() and place.is_dir():
-        with contextlib.suppress(OSError):
-            own = _names_of(folder)
-            for name in os.listdir(folder):
-                if name not in own and not (place / name).exists():
-                    disk.rename(folder / name, place / name)
-    disk.remove(folder)
-
-
-def _names_of(folder: Path) -> set[str]:
-    """What is a checkpoint's own in a folder; nothing when we cannot tell."""
+@contextlib.contextmanager
+def locked(folder: Path, disk: Disk) -> Iterator[None]:
+    """The right to all numbered checkpoints of a folder, for as long as the region lasts; leftovers are removed."""
+    lock = write_lock.acquire(folder / _LOCK, folder, disk)
     try:
-        return {name.split("/")[0] for name in manifest.read(folder).files} | {manifest.NAME}
-    except CheckpointError:
-        return set()
-
-
-def discard(path: Path, disk: Disk) -> None:
-    """Delete a checkpoint: first its name, then its files, so that nobody ever finds half of it."""
-    aside = beside(path, secrets.token_hex(8))
-    disk.rename(path, aside)
-    disk.remove(aside)
+        yield
+        for place in _left_numbers(folder):
+            for path in _left_beside(place):
+                disk.remove(path)
+        write_lock.sweep(lock.path, disk)
+    finally:
+        lock.release()
 
 
 def prune(folder: Path, keep: int, disk: Disk) -> list[Path]:
-    """Delete the oldest numbered checkpoints of a folder; those that were."""
+    """Delete the oldest numbered checkpoints of a folder; those that were. Called by who holds the lock."""
     gone = []
     for path in surplus(folder, keep):
         with contextlib.suppress(OSError):
-            discard(path, disk)
+            _discard(path, disk)
             gone.append(path)
     return gone
 
 
+def _discard(path: Path, disk: Disk) -> None:
+    """Delete a checkpoint: first its name, then its files, so that nobody ever finds half of it.
+
+    Where there are files that are not the checkpoint's, they stay in the folder; then the manifest goes last, so that
+    the rest is found and deleted after a crash.
+    """
+    try:
+        own = manifest.read(path).files
+    except CheckpointError:
+        own = {}
+    if own and not {*_files(path, links=False)} <= {*own, manifest.NAME}:
+        for name in (*own, manifest.NAME):
+            if not _through_link(path, name):
+                disk.unlink(path / name)
+            for parent in _parents(path, name):
+                disk.rmdir(parent)
+        return
+    aside = partial_beside(path, secrets.token_hex(8))
+    disk.rename(path, aside)
+    disk.remove(aside)
+
+
 def surplus(folder: Path, keep: int) -> list[Path]:
-    """What goes when so many are kept. Only complete ones count; what is older than the last of them goes."""
+    """What goes when so many are kept. Only complete ones count; what is older than the last of them goes.
+
+    Folders without a file of ours are not checkpoints: files of the user's may be left in one that was deleted.
+    """
     from lockstep.checkpoint.find import look  # which looks here for the numbered ones
 
     kept, found = 0, []
     for _, path in numbered(folder):
         if kept >= keep:
-            found.append(path)
+            found += [path] if any(path.glob("lockstep_*")) else []
         elif look(path).problem is None:
             kept += 1
     return found

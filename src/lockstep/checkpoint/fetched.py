@@ -1,23 +1,24 @@
-"""Large files that torch has written, read by several threads at once, each byte once.
+"""Files that torch has written, of which torch reads only what they say of their tensors; the values are read by us.
 
 ``torch.load`` copies one tensor after the other in one thread. Much of that time the system takes to hand out the
-memory they go to, which several threads can ask for at a time. So torch reads only what the file says of its tensors
-here, and the file's bytes are read into them by whoever hashes the file anyway.
+memory they go to, which several threads can ask for at a time. So the bytes of a large file are read into its tensors
+by whoever hashes it anyway; or, for a model, the tensors are views of the mapped file.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lockstep.checkpoint.archive import Archive
 from lockstep.checkpoint.hashing import BLOCK, Digests
 
 LARGE = 1 << 24
@@ -31,11 +32,13 @@ class Outline:
     Raises whatever ``torch.load`` does; ``UnfitError`` when there is anything in it that has to be left to torch.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._size = os.path.getsize(path)
+    def __init__(self, file: BinaryIO, archive: Archive | None, *, mapped: bool = False) -> None:
+        self._descriptor, self._archive = file.fileno(), archive
+        self._size = os.fstat(self._descriptor).st_size
+        self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY) if mapped and self._size else None
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self.value = self._make(torch.load(path, map_location="meta", weights_only=True), {})
+        file.seek(0)
+        self.value = self._make(torch.load(file, map_location="meta", weights_only=True), {})
         """What ``torch.load`` would give."""
         self._starts = sorted(self._storages)
         self._targets = [_bytes_of(self._storages[start]) for start in self._starts]
@@ -47,18 +50,14 @@ class Outline:
         """Read a chunk of the file into the tensors; its hash, if wanted, taken while it is in the cache."""
         place, end = number * chunk, min((number + 1) * chunk, self._size)
         digests = Digests(chunk) if hashed else None
-        file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            while place < end:
-                target = self._target(place, end)
-                got = os.preadv(file, [target], place)
-                if not got:
-                    break  # it has become shorter, which its hash tells
-                if digests is not None:
-                    digests.update(target[:got])
-                place += got
-        finally:
-            os.close(file)
+        while place < end:
+            target = self._target(place, end)
+            got = os.preadv(self._descriptor, [target], place)
+            if not got:
+                break  # it has become shorter, which its hash tells
+            if digests is not None:
+                digests.update(target[:got])
+            place += got
         return None if digests is None else digests.finish()[0]
 
     def _target(self, place: int, end: int) -> memoryview:
@@ -77,10 +76,13 @@ class Outline:
         if kind in _PLAIN:
             return value
         if id(value) not in made:  # what was one object stays one
-            if kind is Tensor:
+            if kind is Tensor or kind is nn.Parameter:
                 found: Any = self._tensor(value)
-            elif kind is dict or (kind is OrderedDict and not value.__dict__):
+                found = found if kind is Tensor else nn.Parameter(found.detach(), value.requires_grad)
+            elif kind is dict or kind is OrderedDict:
                 found = kind((key, self._make(item, made)) for key, item in value.items())
+                if kind is OrderedDict:  # a module's state dict carries the versions of its parts beside its items
+                    vars(found).update((key, self._make(item, made)) for key, item in vars(value).items())
             elif kind in (list, tuple):
                 found = kind(self._make(item, made) for item in value)
             else:
@@ -93,11 +95,11 @@ class Outline:
             raise UnfitError("an unusual tensor")
         told = value.untyped_storage()
         start, size = getattr(told, "_checkpoint_offset", None), told.nbytes()
-        if start is None or not 0 <= start <= start + size <= self._size:
+        if start is None or self._archive is None or not self._archive.holds(start, size):
             raise UnfitError("a tensor whose bytes are not in the file, or not to be found")
         storage = self._storages.get(start)
         if storage is None:
-            storage = torch.UntypedStorage(size)
+            storage = self._storage(start, size)
             if size:
                 self._storages[start] = storage
         elif storage.nbytes() != size:
@@ -105,6 +107,11 @@ class Outline:
         tensor = torch.empty(0, dtype=value.dtype)
         tensor.set_(storage, value.storage_offset(), value.shape, value.stride())
         return tensor.requires_grad_(value.requires_grad)
+
+    def _storage(self, start: int, size: int) -> torch.UntypedStorage:
+        if self._map is None or not size:
+            return torch.UntypedStorage(size)
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=start).untyped_storage()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:

@@ -19,6 +19,7 @@ from typing import Any
 import xxhash
 
 from lockstep.checkpoint.disk import Disk
+from lockstep.checkpoint.opening import open_regular
 
 ALGORITHM = "xxh3-128"
 """What checkpoints are hashed with; the only one that this release knows."""
@@ -88,7 +89,7 @@ class HashedFile:
         self._told = self._started = 0
         self._collected = bytearray()
         self._given_up = False
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._file = disk.open(path)
 
     @property
     def size(self) -> int:
@@ -170,28 +171,28 @@ class HashedFile:
         self.close()
 
 
-def hash_chunk(path: Path, number: int, chunk: int = CHUNK) -> str:
-    """The hash of one chunk of a file, as it is on the disk now."""
+def hash_chunk(descriptor: int, number: int, chunk: int = CHUNK) -> str:
+    """The hash of one chunk of an opened file, as it is on the disk now."""
     digests = Digests(chunk)
-    buffer = memoryview(bytearray(min(BLOCK, chunk)))
     place, end = number * chunk, (number + 1) * chunk
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        while place < end:
-            got = os.preadv(file, [buffer[: end - place]], place)
-            if not got:
-                break
-            digests.update(buffer[:got])
-            place += got
-    finally:
-        os.close(file)
+    buffer = memoryview(bytearray(min(BLOCK, max(0, min(end, os.fstat(descriptor).st_size) - place))))
+    while place < end and buffer:
+        got = os.preadv(descriptor, [buffer[: end - place]], place)
+        if not got:
+            break
+        digests.update(buffer[:got])
+        place += got
     return digests.finish()[0]
 
 
 def hash_file(path: Path, chunk: int = CHUNK) -> tuple[int, tuple[str, ...]]:
     """Size and hashes of a file that somebody else has written."""
-    size = path.stat().st_size
-    return size, tuple(hash_chunk(path, number, chunk) for number in range(count_chunks(size, chunk)))
+    descriptor = open_regular(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        return size, tuple(hash_chunk(descriptor, number, chunk) for number in range(count_chunks(size, chunk)))
+    finally:
+        os.close(descriptor)
 
 
 def count_chunks(size: int, chunk: int = CHUNK) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.distributed import DistError
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.checkpoint import commit, exchange, find, load, save, save_rendezvous, state
@@ -117,6 +118,8 @@ class Keeper:
         site.moved = bar.moved
         try:
             save.finish(site, content, talk, mark, failure)
+        except DistError as error:  # in the background, of the store: the rank that hosts it has ended
+            raise self._owner._group.explain(error, "saving a state") from None
         finally:
             bar.close()
 
@@ -160,6 +163,8 @@ class Keeper:
             return None
         for line in outcome.skipped:
             notices.warning(line)
+        if commit.pending(outcome.folder) is not None:
+            notices.warning(commit.reads_pending(outcome.folder))
         self._adopt(outcome, notices)
         return str(outcome.folder)
 
@@ -202,6 +207,12 @@ class Keeper:
         notices.info(
             f"Loaded {outcome.folder}, saved after {owner._updates} updates on {before} process{'es' * (before != 1)}."
         )
+        if outcome.loaded.left_out:
+            notices.warning(
+                f"This script has prepared other objects than the one that saved {outcome.folder.name}. Not restored: "
+                f"{'; '.join(outcome.loaded.left_out)}. To resume training, prepare the same objects in the same order "
+                "before load_state(); to evaluate, nothing is missing."
+            )
         if outcome.derived_seed is not None:
             notices.warning(
                 f"Rank {owner._topology.rank} was not there when {outcome.folder.name} was saved on {before} "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from lockstep.checkpoint import find, hashing, state, state_weights, weights
 from lockstep.checkpoint.assigning import Assignment
 from lockstep.checkpoint.exchange import Exchange
 from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.restoring import Restoring
 from lockstep.checkpoint.state import Loaded, Objects, numbered_name
+from lockstep.checkpoint.state_files import StateFiles
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.topology.topology import Topology
 
@@ -80,10 +82,17 @@ def load(
             outcome.skipped = skipped
             return outcome
         if not request.many:
-            raise CheckpointError(f"{path} was not loaded, and nothing was changed: {outcome}")
+            raise CheckpointError(f"{path} was not loaded{_unchanged(outcome)}: {outcome}")
         skipped.append(f"{path.name} was skipped: {outcome}")
     told = "\n".join(f"- {line}" for line in skipped)
-    raise CheckpointError(f"None of the checkpoints in {request.place} can be loaded, and nothing was changed:\n{told}")
+    raise CheckpointError(f"None of the checkpoints in {request.place} can be loaded{_unchanged(told)}:\n{told}")
+
+
+_MODELS_CHANGED = "The models have the weights of the checkpoint by now, everything else is as it was."
+
+
+def _unchanged(told: str) -> str:
+    return "" if _MODELS_CHANGED in told else ", and nothing was changed"
 
 
 def _try(
@@ -102,31 +111,64 @@ def _try(
         return _joined(told)
     threads = min(8, max(1, (os.cpu_count() or 1) // topology.local_world_size))
     with ExitStack() as stack:
+        files = stack.enter_context(closing(StateFiles(seen.folder, seen.manifest)))
         pool = stack.enter_context(hashing.pool(threads))
         hashes = None
         if seen.manifest is not None:
-            hashes = _start_hashing(path, seen.manifest, topology, pool, objects, stack)
-        answer: Any
-        try:
-            loaded, assignments = _read(path, seen.manifest, request, objects, models, hashes, stack)
-            answer = None
-        except LockstepError as error:
-            answer = str(error)
-        except Exception as error:  # a hook of the user's: the other ranks must not be left waiting
-            answer = f"{type(error).__name__}: {error}"
+            hashes = _start_hashing(files, seen.manifest, topology, pool, objects, stack)
+        found: list[tuple[Loaded, list[Assignment]]] = []
+        answer = _outcome(lambda: found.append(_read(files, seen.manifest, request, objects, models, hashes, stack)))
         if hashes is not None:
             # Damage explains whatever reading stumbled over, so it is what is told.
             answer = "; ".join(hashes.problems()) or answer
         told = exchange(answer, "reading a checkpoint")
         if any(told):
             return _joined(told)
-        for assignment in assignments:
-            _run(assignment, pool, threads)
-        seed = state.assign(loaded, objects)
+        loaded, assignments = found[0]
+        restored = _restore(Restoring(files.folder, loaded, objects), assignments, exchange, pool, threads)
+        if isinstance(restored, str):
+            return restored
+        seed = restored.finish()
     number = None
     if seen.manifest is not None and isinstance(seen.manifest.about.get("number"), int):
         number = seen.manifest.about["number"]
     return Outcome(folder=path, number=number, loaded=loaded, derived_seed=seed, verified=not foreign)
+
+
+def _outcome(step: Callable[[], object]) -> str | None:
+    """How a step has failed; None when it has not. The other ranks must not be left waiting."""
+    try:
+        step()
+    except LockstepError as error:
+        return str(error)
+    except Exception as error:  # of a hook of the user's, or of whatever an object makes of its state
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _restore(
+    restoring: Restoring,
+    assignments: list[Assignment],
+    exchange: Exchange,
+    pool: ThreadPoolExecutor,
+    threads: int,
+) -> Restoring | str:
+    """Called on: all ranks. Change the objects, on all ranks or on none; why not, if not."""
+
+    def fill() -> None:
+        models = [assignment.model for assignment in assignments]
+        restoring.keep(models, doubtful=any(assignment.may_refuse for assignment in assignments))
+        for assignment in assignments:
+            _run(assignment, pool, threads)
+        restoring.load_custom()
+
+    for step in (restoring.begin, fill):
+        told = exchange(_outcome(step), "restoring a checkpoint")
+        if any(told):
+            restoring.undo()
+            lost = step is fill and assignments and not restoring.kept
+            return f"{_joined(told)} {_MODELS_CHANGED}" if lost else _joined(told)
+    return restoring
 
 
 def _joined(told: Sequence[str | None]) -> str:
@@ -151,18 +193,18 @@ def _run(assignment: Assignment, pool: ThreadPoolExecutor, threads: int) -> None
 
 
 def _start_hashing(
-    path: Path, found: Manifest, topology: Topology, pool: ThreadPoolExecutor, objects: Objects, stack: ExitStack
+    files: StateFiles, found: Manifest, topology: Topology, pool: ThreadPoolExecutor, objects: Objects, stack: ExitStack
 ) -> find.Checking:
     """This rank's share of the hashing, in threads, which read the optimizers' files too."""
     mine = hashing.share(found.chunks(), topology.local_rank, topology.local_world_size)
     optimizers = [numbered_name("optimizer", number, ".bin") for number in range(len(objects.optimizers))]
-    checking = find.Checking(path, found, mine, pool, apart=optimizers)
+    checking = find.Checking(files, found, mine, pool, apart=optimizers)
     stack.callback(checking.cancel)
     return checking
 
 
 def _read(
-    path: Path,
+    files: StateFiles,
     found: Manifest | None,
     request: Request,
     objects: Objects,
@@ -171,15 +213,16 @@ def _read(
     stack: ExitStack,
 ) -> tuple[Loaded, list[Assignment]]:
     """Everything that is going to be assigned, compared with what it is for."""
+    path = files.folder
     fill = None if hashes is None or request.trusted else hashes.fill
-    loaded = state.read(path, objects, trusted=request.trusted, fill=fill)
+    loaded = state.read(files, objects, trusted=request.trusted, fill=fill)
     assignments = []
     for number, model in enumerate(models(path)):
         stem = numbered_name("model", number, "")
         place = path if found is None else state_weights.locate(path, found, stem)
-        opened = stack.enter_context(weights.open_weights(place, stem))
+        opened = stack.enter_context(weights.open_weights(place, stem, files.open, hashed=found is not None))
         entries = _without_wrapper(opened.entries, model)
-        assignments.append(Assignment(model, entries, request.strict, str(path), surplus=opened.surplus))
+        assignments.append(Assignment(model, entries, request.strict, str(place), surplus=opened.surplus))
     return loaded, assignments
 
 
@@ -195,6 +238,10 @@ def _without_wrapper(entries: dict[str, Any], model: nn.Module) -> dict[str, Any
 
 def is_foreign(path: Path) -> bool:
     """Whether it looks like what Accelerate's save_state makes, which has no manifest."""
-    if (path / state.STATE).exists():
-        return False  # ours, and its manifest is lost
-    return (path / "random_states_0.pkl").exists() or (path / "optimizer.bin").exists()
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return False
+    if any(name.startswith(("lockstep_", ".lockstep")) for name in names):
+        return False  # ours, and its manifest is lost or damaged
+    return "random_states_0.pkl" in names or "optimizer.bin" in names

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.assigning import Assignment, Loaded
+from lockstep.checkpoint.commit import pending_file
 from lockstep.checkpoint.placing import OffloadFolder, Placing, as_dtype
 from lockstep.checkpoint.sending import all_or_none, from_rank_0
 from lockstep.checkpoint.stored import some
@@ -75,7 +76,7 @@ def load_checkpoint_in_model(
 
 
 def _open(path: Path) -> Any:
-    if not path.exists():
+    if not path.exists() and not pending_file(path).exists():
         raise CheckpointError(f"There is no {path} to load from: no file, index or folder of that name.")
     return open_weights(path)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,13 +16,18 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
 from lockstep.checkpoint import hashing
+from lockstep.checkpoint.opening import open_inside, read_small
 from lockstep.errors import CheckpointError
 
 NAME = "lockstep_manifest.json"
 VERSION = 1
 """Of the format. A reader takes its own version and older ones."""
-_LARGEST = 1 << 26
-"""Bytes that a manifest may have: 64 MiB is enough for the hashes of 8 TB."""
+_LARGEST = 1 << 24
+"""Bytes that a manifest may have: 16 MiB is enough for the hashes of 6 TB."""
+_FEW, _ENTRY_BYTES = 10_000, 16
+"""There is a hash of 32 letters to at most three commas, so that many commas in few bytes are no manifest."""
+_SMALLEST_CHUNK = 1 << 16
+"""Bytes; each chunk costs a little memory while it is verified."""
 _HEX = re.compile(r"[0-9a-f]{32}")
 
 
@@ -78,21 +84,20 @@ class Manifest:
 def read(folder: Path) -> Manifest:
     """The manifest of a folder; CheckpointError when there is none, or none that can be used."""
     path = folder / NAME
-    try:
-        if path.stat().st_size > _LARGEST:
-            raise CheckpointError(f"{path} is too large to be a manifest.")
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {NAME}: it is no complete checkpoint.") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
-    return parse(data, str(path))
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{folder} has no {NAME}: it is no complete checkpoint.")
+    return parse(read_small(open_inside(folder, NAME), _LARGEST, path), str(path))
 
 
 def parse(data: bytes, where: str = NAME) -> Manifest:
     """The manifest that these bytes are."""
+    if (
+        data.count(b",") > _FEW + len(data) // _ENTRY_BYTES
+        or data.count(b"[") + data.count(b"{") > _FEW + len(data) // 8
+    ):
+        raise CheckpointError(f"{where} is damaged: it has more values than a manifest of its size can hold.")
     try:
-        body = json.loads(data)
+        body = json.loads(data, object_pairs_hook=unique_names)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged: {str(error)[:200] or 'it is no JSON'}.") from None
     if not isinstance(body, dict):
@@ -115,11 +120,11 @@ def _built(body: dict[str, Any], where: str) -> Manifest:
     if algorithm != hashing.ALGORITHM:
         known = hashing.ALGORITHM
         raise CheckpointError(f"{where} names the hash {algorithm!r}; this release knows {known}. Update lockstep.")
-    if not _whole(chunk) or chunk < 1:
+    if not _whole(chunk) or chunk < _SMALLEST_CHUNK:
         raise CheckpointError(f"{where} is damaged: its chunks have {chunk!r} bytes.")
     about, files = body.get("about"), body.get("files")
-    if not isinstance(about, dict) or not isinstance(files, dict) or not files:
-        raise CheckpointError(f"{where} is damaged: it lists no files.")
+    if not isinstance(about, dict) or not isinstance(files, dict) or not files or NAME in files:
+        raise CheckpointError(f"{where} is damaged: it lists no files, or itself.")
     entries = {name: parse_entry(name, value, chunk, where) for name, value in files.items()}
     return Manifest(files=entries, about=about, version=body["version"], algorithm=algorithm, chunk=chunk)
 
@@ -127,7 +132,7 @@ def _built(body: dict[str, Any], where: str) -> Manifest:
 def parse_entry(name: str, value: Any, chunk: int, where: str) -> Entry:
     """One file's entry, as it was written to JSON; ``where`` says in what, for an error."""
     if not stays_inside(name):
-        raise CheckpointError(f"{where} lists {name!r}, which is no plain path inside the folder.")
+        raise CheckpointError(f"{where} lists {name[:200]!r}, which is no plain path inside the folder.")
     size = value.get("size") if isinstance(value, dict) else None
     chunks = value.get("chunks") if isinstance(value, dict) else None
     if not _whole(size) or size < 0 or not isinstance(chunks, list):
@@ -137,6 +142,14 @@ def parse_entry(name: str, value: Any, chunk: int, where: str) -> Entry:
     if not all(isinstance(mark, str) and _HEX.fullmatch(mark) for mark in chunks):
         raise CheckpointError(f"{where} is damaged: a hash of {name!r} is none.")
     return Entry(size=size, chunks=tuple(chunks))
+
+
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of JSON, in which no name comes twice: readers would not agree which of the two counts."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a name comes twice")
+    return table
 
 
 def stays_inside(name: str) -> bool:

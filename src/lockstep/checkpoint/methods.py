@@ -40,16 +40,23 @@ class SavesModels:
         save_directory: str | os.PathLike[str],
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
+        durable: bool = True,
     ) -> None:
         """Called on: the main process, or all ranks. Write the model's weights for other tools to load.
 
         The main process writes; the others do nothing, and nobody waits. Files that are there already stay as they are
-        until all new ones are complete; those of an earlier save that would be mixed up with them are removed.
+        until all new ones are complete; those of an earlier save that would be mixed up with them are removed. With
+        ``durable`` it waits until the disk has everything.
         """
         from lockstep.checkpoint import models
 
         models.save_model(
-            self.get_state_dict(model), Path(save_directory), max_shard_size, safe_serialization, here=self._writes()
+            self.get_state_dict(model),
+            Path(save_directory),
+            max_shard_size,
+            safe_serialization,
+            durable=durable,
+            here=self._writes(),
         )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:

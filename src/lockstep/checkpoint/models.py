@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lockstep.checkpoint import safe_file, state_weights, weights
+from lockstep.checkpoint import commit, safe_file, state_weights, weights
+from lockstep.checkpoint.disk import Disk
 from lockstep.checkpoint.sharing import clean_state_dict_for_safetensors, tied_names
-from lockstep.checkpoint.sink import PLAIN
+from lockstep.checkpoint.sink import PLAIN, DiskSink
 from lockstep.checkpoint.sizes import shard_size
 from lockstep.errors import CheckpointError
 from lockstep.logging import get_notices
@@ -61,37 +60,51 @@ def _write(obj: Any, file: Any, safe_serialization: bool) -> None:
     safe_file.write_to(clean_state_dict_for_safetensors(obj), file)
 
 
+_WAIT = 60.0
+"""Seconds to wait for another writer: a state that is saved there in the background, the first rank of another node."""
+
+
 def replace_model(
-    state: Mapping[str, Any], folder: Path, max_shard_size: int | str = "10GB", safe: bool = True
+    state: Mapping[str, Any],
+    folder: Path,
+    max_shard_size: int | str = "10GB",
+    safe: bool = True,
+    *,
+    durable: bool = True,
+    disk: Disk | None = None,
 ) -> list[str]:
     """Write model files into a folder that may hold older ones; these are replaced when all new ones are complete.
 
     Those of a state that was saved there are kept: both can be loaded.
     """
+    disk = disk or Disk()
+    folder = Path(os.path.abspath(folder))
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; save_directory has to be a folder, or not to exist.")
-    folder.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
+    staging = commit.Staging(folder, disk, durable=durable, wait=_WAIT)
     try:
-        names = weights.write_weights(state, beside, max_shard_size=max_shard_size, safe=safe)
-        state_weights.set_aside(folder)
-        for name in names:
-            (beside / name).replace(folder / name)
-        for path in weights.stale(folder, names, safe=safe):
-            path.unlink()
+        sink = DiskSink(disk, durable=durable)
+        names = weights.write_weights(state, staging.folder, max_shard_size=max_shard_size, safe=safe, sink=sink)
+        if staging.exists:
+            state_weights.set_aside(folder, disk, durable=durable)
+        problem = staging.publish()
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        staging.close()
+    if problem is not None:
+        raise CheckpointError(commit.unfinished(f"The model in {folder}", problem))
     return names
 
 
-def save_model(state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool, *, here: bool) -> None:
+def save_model(
+    state: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe: bool, *, durable: bool, here: bool
+) -> None:
     """Write a model's files, on the ranks that do; arguments that cannot be right are refused on all."""
     size = shard_size(max_shard_size)
     weights.refuse_meta(state)
     if not here:
         return
     try:
-        replace_model(state, folder, size, safe)
+        replace_model(state, folder, size, safe, durable=durable)
     except CheckpointError:
         raise
     except Exception as error:

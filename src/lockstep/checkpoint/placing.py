@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.assigning import Place, in_place
+from lockstep.checkpoint.opening import open_regular, read_small
 from lockstep.checkpoint.safe_file import raw
 from lockstep.checkpoint.sharing import tied_names
-from lockstep.checkpoint.stored import open_regular
 from lockstep.errors import CheckpointError, ConfigError
 
 DISK = "disk"
+_LONGEST_INDEX = 1 << 26
 _META = torch.device("meta")
 
 
@@ -125,13 +126,13 @@ class OffloadFolder:
         self._index: dict[str, Any] = {}
         folder.mkdir(parents=True, exist_ok=True)
         if self._file.exists():
-            with open(open_regular(self._file), "rb") as file:
-                try:
-                    self._index = dict(json.load(file))
-                except (ValueError, TypeError, RecursionError):
-                    raise CheckpointError(
-                        f"{self._file} is there and cannot be read. Delete it, or give another offload_folder."
-                    ) from None
+            text = read_small(open_regular(self._file), _LONGEST_INDEX, self._file)
+            try:
+                self._index = dict(json.loads(text))
+            except (ValueError, TypeError, RecursionError):
+                raise CheckpointError(
+                    f"{self._file} is there and cannot be read. Delete it, or give another offload_folder."
+                ) from None
 
     def write(self, name: str, value: Tensor) -> None:
         """Keep a weight."""

@@ -47,7 +47,7 @@ class Preemption:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         if group.world_size > 1:
-            self._store = group.store.clone()  # type: ignore[attr-defined]
+            self._store = group.store.clone()
             self._thread = threading.Thread(target=self._listen, name="lockstep-preemption", daemon=True)
             self._thread.start()
             # A thread that comes out of a call to the store while Python shuts down ends the process with SIGABRT.
@@ -70,7 +70,7 @@ class Preemption:
         # Asked again and again: torch's own wait prints a warning for each time that nothing came.
         while not self._closed.wait(_POLL):
             try:
-                told = self._store.check([f"{_PREFIX}/asked"])
+                told = self._store.peek(f"{_PREFIX}/asked") is not None
             except RuntimeError:
                 return  # the job's store has gone, and the job with it
             if told and self.asked is None:
@@ -100,8 +100,10 @@ class Preemption:
             store.set(f"{_PREFIX}/at/{self._group.rank}", str(updates))
             store.set(f"{_PREFIX}/asked", str(self.asked))
         keys = [f"{_PREFIX}/at/{rank}" for rank in ranks]
-        if self._stop is None and store.check(keys):
-            self._stop = max(int(store.get(key)) for key in keys) + _MARGIN
+        if self._stop is None:
+            noted = store.peek_all(keys, int)
+            if noted is not None:
+                self._stop = max(noted) + _MARGIN
         if self._stop is not None and updates >= self._stop:
             self._go()
 

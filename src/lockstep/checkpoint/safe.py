@@ -6,21 +6,24 @@ is there to be named, and not when it is loaded and all is lost.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
-import threading
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint import opcodes
 from lockstep.checkpoint.fetched import LARGE, Outline, UnfitError
 from lockstep.checkpoint.hashing import HashedFile
+from lockstep.checkpoint.opening import Opener, open_regular
 from lockstep.checkpoint.sharing import view_key
 from lockstep.errors import CheckpointError
 
@@ -28,6 +31,9 @@ _PLAIN = (type(None), bool, int, float, complex, str)
 _TORCH = (torch.dtype, torch.device, torch.Size)
 _TAG = "__lockstep__"
 _DEEPEST = 100
+_DTYPE = re.compile(r"\|[bui]1|[<>]([ui][248]|f(2|4|8|16)|c(8|16|32))")
+_MOST_DIMENSIONS = 32
+"""Of an array, with any numpy."""
 
 
 def pack(value: Any, what: str) -> Any:
@@ -42,8 +48,10 @@ def _pack(value: Any, what: str, path: tuple[Any, ...], depth: int) -> Any:
     if kind is bytes:  # torch reads most bytes, but not all
         return {_TAG: "bytes", "data": _as_tensor(value)}
     if isinstance(value, Tensor):
-        if value.layout is torch.strided and kind in (Tensor, torch.nn.Parameter):
-            return value.detach()
+        if value.layout is torch.strided and kind in (Tensor, torch.nn.Parameter) and not value.is_quantized:
+            value = value.detach()
+            # A few bytes that stand for many are not believed when they are read.
+            return value.contiguous() if value.nbytes > value.untyped_storage().nbytes() else value
         raise _refusal(what, path, f"a tensor of the kind {kind.__name__} ({value.layout})")
     if depth > _DEEPEST:
         raise _refusal(what, path[:3], "nested too deeply, or holds itself")
@@ -55,7 +63,7 @@ def _pack(value: Any, what: str, path: tuple[Any, ...], depth: int) -> Any:
     if isinstance(value, np.generic) and isinstance(value.item(), _PLAIN):
         return value.item()
     if isinstance(value, np.ndarray):
-        if value.dtype.hasobject or value.dtype.kind not in "biufc":
+        if value.dtype.hasobject or value.dtype.kind not in "biufc" or value.ndim > _MOST_DIMENSIONS:
             raise _refusal(what, path, f"an array of {value.dtype}")
         data = _as_tensor(np.ascontiguousarray(value).tobytes())
         return {_TAG: "ndarray", "dtype": value.dtype.str, "shape": list(value.shape), "data": data}
@@ -83,77 +91,86 @@ def _refusal(what: str, path: tuple[Any, ...], found: str) -> CheckpointError:
     )
 
 
-def unpack(value: Any) -> Any:
-    """The value that ``pack`` was given."""
+def unpack(value: Any, path: Path | str) -> Any:
+    """The value that ``pack`` was given; CheckpointError that names the file when what stands for an array is none."""
     kind = type(value)
     if kind in (list, tuple, set):
-        return kind(unpack(item) for item in value)
+        return kind(unpack(item, path) for item in value)
     if isinstance(value, dict):
-        if value.keys() == {_TAG, "data"}:
-            return value["data"].numpy().tobytes()
-        if value.keys() == {_TAG, "dtype", "shape", "data"}:
-            flat = np.frombuffer(value["data"].numpy().tobytes(), dtype=np.dtype(value["dtype"]))
-            return flat.reshape(value["shape"]).copy()
+        if value.keys() in ({_TAG, "data"}, {_TAG, "dtype", "shape", "data"}):
+            return _unpack_tagged(value, path)
         if kind is Counter:
             return Counter(value)
-        return kind((key, unpack(item)) for key, item in value.items())
+        return kind((key, unpack(item, path)) for key, item in value.items())
     return value
+
+
+def _unpack_tagged(value: dict[Any, Any], path: Path | str) -> Any:
+    data, kind, name, shape = (value.get(key) for key in ("data", _TAG, "dtype", "shape"))
+    if isinstance(data, Tensor) and data.dtype is torch.uint8 and data.ndim == 1 and data.is_contiguous():
+        if kind == "bytes":
+            return data.numpy().tobytes()
+        if kind == "ndarray" and isinstance(name, str) and _DTYPE.fullmatch(name) and _is_shape(shape):
+            dtype = np.dtype(name)
+            if math.prod(shape) * dtype.itemsize == data.numel():
+                return np.frombuffer(data.numpy().tobytes(), dtype=dtype).reshape(shape).copy()
+    raise CheckpointError(f"{path} is damaged: it holds an array or bytes whose type, shape and size contradict.")
+
+
+def _is_shape(value: Any) -> TypeGuard[list[int]]:
+    whole = isinstance(value, list) and all(type(length) is int and 0 <= length < 2**63 for length in value)
+    return whole and len(value) <= _MOST_DIMENSIONS
 
 
 def write(value: Any, file: HashedFile) -> None:
     """Write a packed value as torch does; an error of the disk comes out as it is."""
     try:
-        with _without_checksums():
-            torch.save(value, file)  # type: ignore[arg-type]  # it asks for no more than write and flush
+        torch.save(value, file)  # type: ignore[arg-type]  # it asks for no more than write and flush
     except RuntimeError:
         if file.error is not None:  # torch makes an error of its own of it
             raise file.error from None
         raise
 
 
-@contextmanager
-def _without_checksums() -> Iterator[None]:
-    """Torch's own sums take as long as writing the bytes, and it never looks at them; the manifest has better ones.
-
-    The switch is the process's. So it is only thrown in the main thread, for as long as that is in here.
-    """
-    before = torch.serialization.get_crc32_options()
-    if threading.current_thread() is threading.main_thread():
-        torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
 Fill = Callable[[Path, Outline], None]
 """Reads a file into the tensors of its outline."""
 
 
-def read(path: Path, *, trusted: bool = False, fill: Fill | None = None) -> Any:
+def read(path: Path, *, trusted: bool = False, fill: Fill | None = None, opener: Opener = open_regular) -> Any:
     """A value from a file; CheckpointError that names the file when it holds anything but safe values.
 
     ``trusted`` reads whatever was pickled there, which can run any code. ``fill`` is asked to read large files.
     """
-    if not os.path.isfile(path):
-        raise CheckpointError(f"{path} is missing.")
-    try:
-        with torch.serialization.safe_globals(_numpy_parts()):
-            if fill is not None and os.path.getsize(path) >= LARGE:
-                with suppress(UnfitError):
-                    outline = Outline(path)
-                    fill(path, outline)
-                    return outline.value
-            return torch.load(path, map_location="cpu", weights_only=not trusted)
-    except pickle.UnpicklingError as error:
-        hint = (
-            "" if trusted else " If you know who wrote it, load_state(..., trusted=True) reads it; it can run any code."
-        )
-        raise CheckpointError(
-            f"{path} holds more than tensors and plain values, or is damaged ({_first_line(error)}).{hint}"
-        ) from None
-    except Exception as error:  # whatever torch's reader makes of a file that is none of its own
-        raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from None
+    with open(opener(path), "rb") as file:
+        file.seek(0)
+        try:
+            if trusted:
+                return torch.load(file, map_location="cpu", weights_only=False)
+            size = os.fstat(file.fileno()).st_size
+            with torch.serialization.safe_globals(_numpy_parts()):
+                value = _load(file, path, fill if size >= LARGE else None)
+            opcodes.check_value(value, path, size)
+            return value
+        except CheckpointError:
+            raise
+        except pickle.UnpicklingError as error:
+            hint = "" if trusted else " " + opcodes.HINT
+            raise CheckpointError(
+                f"{path} holds more than tensors and plain values, or is damaged ({_first_line(error)}).{hint}"
+            ) from None
+        except Exception as error:  # whatever torch's reader makes of a file that is none of its own
+            raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from None
+
+
+def _load(file: BinaryIO, path: Path, fill: Fill | None) -> Any:
+    archive = opcodes.check_file(file, path)
+    if fill is not None:
+        with suppress(UnfitError, NotImplementedError):
+            outline = Outline(file, archive)
+            fill(path, outline)
+            return outline.value
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _numpy_parts() -> list[Any]:

@@ -18,12 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.manifest import unique_names
+from lockstep.checkpoint.opening import Opener, open_regular
 from lockstep.checkpoint.sink import PLAIN, Opened, Sink
-from lockstep.checkpoint.stored import InFile, open_regular
+from lockstep.checkpoint.stored import InFile
+from lockstep.comm.raw_bytes import as_bytes
 from lockstep.errors import CheckpointError
 
 LONGEST_HEADER = 100_000_000
 """Bytes; the format's own limit."""
+_LONG, _SLACK = 1 << 25, 1_000_000
+"""Bytes of a header, and brackets in it, that need no tensors to explain them: texts of the metadata may have some."""
 _WIDEST = 2**63
 _MOST_DIMENSIONS = 64
 _CHUNK = 2**30
@@ -108,7 +113,7 @@ def write_to(tensors: Mapping[str, Tensor], file: Opened) -> None:
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in row-major order; its own memory where it is on the host and contiguous."""
     host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return host.reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(host).numpy().data
 
 
 # ---------------------------------------------------------------- reading
@@ -139,7 +144,7 @@ class SafeTensor(InFile):
         target = target.detach()
         plain = type(target) is Tensor and target.device.type == "cpu" and target.is_contiguous()
         if plain and target.dtype == self.dtype and not target.is_neg() and not target.is_conj():
-            self.file.read_at(self.start, target.view(-1).view(torch.uint8).numpy().data)
+            self.file.read_at(self.start, as_bytes(target).numpy().data)
         else:
             between = torch.empty(self.shape, dtype=self.dtype)
             self.read_into(between)
@@ -149,9 +154,9 @@ class SafeTensor(InFile):
 class SafeFile:
     """A file whose header has been checked: each tensor lies inside it, and nothing else does."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, opener: Opener = open_regular) -> None:
         self.path = path
-        self._descriptor = open_regular(path)
+        self._descriptor = opener(path)
         self._map: mmap.mmap | None = None
         try:
             self.entries = {entry.name: entry for entry in self._read_header()}
@@ -198,8 +203,11 @@ class SafeFile:
             raise self._bad(f"has a header of {length} bytes")
         text = bytearray(length)
         self.read_at(8, memoryview(text))
+        tensors = text.count(b'"data_offsets"')
+        if text.count(b"{") + text.count(b"[") > _SLACK + 3 * tensors or length > _LONG + 4096 * tensors:
+            raise self._bad(f"has a header of {length} bytes that tells of {tensors} tensors")
         try:
-            header = json.loads(text.decode(), object_pairs_hook=_unique)
+            header = json.loads(text.decode(), object_pairs_hook=unique_names)
         except (ValueError, RecursionError):
             raise self._bad("has a header that is not JSON") from None
         if not isinstance(header, dict) or text[:1] != b"{":
@@ -229,10 +237,3 @@ class SafeFile:
         if not fits:
             raise self._bad(f"has a header whose entry {name[:200]!r} contradicts itself")
         return SafeTensor(name, tuple(shape), dtype, self, base + start, end - start)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a name that comes twice")
-    return table

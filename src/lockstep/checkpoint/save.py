@@ -28,7 +28,7 @@ from lockstep.checkpoint.manifest import Entry, Manifest
 from lockstep.checkpoint.state import STATE, Content, numbered_name
 from lockstep.comm import replicas
 from lockstep.config.handlers import ProjectConfiguration
-from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.rundir.ranks import name_ranks
 from lockstep.topology.topology import Topology
 
@@ -65,7 +65,8 @@ class Site:
     """Of a numbered one."""
     ticket: str = ""
     """Names this save, on all ranks alike."""
-    claim: commit.Claim | None = None
+    staging: commit.Staging | None = None
+    """On the home: the folder as it is published or removed."""
     moved: Callable[[int], None] = lambda _: None
     """Told of bytes that were written."""
 
@@ -80,10 +81,10 @@ class Site:
         return self.topology.node_rank if self.wish.project.save_on_each_node else 0
 
     def close(self) -> None:
-        """Let others write here."""
-        if self.claim is not None:
-            self.claim.release()
-            self.claim = None
+        """Remove what was not committed, and let others write here."""
+        if self.staging is not None:
+            self.staging.close()
+            self.staging = None
 
 
 # ---------------------------------------------------------------- beginning
@@ -96,7 +97,7 @@ def begin(site: Site, exchange: Exchange) -> None:
         told = exchange((site.house, answer), "agreeing on a checkpoint's folder")
         _raise_failures(site, [answer for _, answer in told], "could not begin")
     except BaseException:
-        give_up(site)
+        site.close()
         raise
     chosen = next(answer for house, answer in told if house == site.house and answer is not None)
     place, folder, site.number = chosen
@@ -105,18 +106,13 @@ def begin(site: Site, exchange: Exchange) -> None:
 
 def _begin_home(site: Site) -> tuple[str, str, int | None]:
     place, number = _choose(site.wish)
-    site.disk.make(place.parent)
-    site.claim = commit.claim(place, site.disk, numbered_in=place.parent if number is not None else None)
-    site.claim.keep()
-    commit.sweep(place, site.disk, all_numbered=number is not None)
+    site.staging = commit.Staging(place, site.disk, durable=site.wish.durable, numbered=number is not None)
     if number is not None and place.exists():
         raise CheckpointError(
             f"{place} exists already. To go on from it, call load_state() before the first save_state(); for another "
             "run use another project_dir, or set accelerator.project_configuration.iteration to a free number."
         )
-    site.folder = commit.beside(place, site.claim.token)
-    commit.begin(site.folder, site.disk)
-    return str(place), str(site.folder), number
+    return str(place), str(site.staging.folder), number
 
 
 def _choose(wish: Wish) -> tuple[Path, int | None]:
@@ -214,22 +210,13 @@ def finish(site: Site, content: Content, exchange: Exchange, mark: Mark, failure
         _compare_replicas(site, [one.mark.checksums for one in written], mark.names)
         entries = {name: entry for one in written if one.house == site.house for name, entry in one.answer.items()}
         answer = _attempt(lambda: _commit(site, entries, content) if site.is_home else None)
-        done = exchange(
-            answer.text if isinstance(answer, _Failed) else None, "agreeing that a checkpoint is in its place"
-        )
-        answers = [None if text is None else _Failed(str(text)) for text in done]
+        outcome = [answer.text, None] if isinstance(answer, _Failed) else [None, answer]
+        done = exchange(outcome, "agreeing that a checkpoint is in its place")
+        answers = [None if text is None else _Failed(str(text)) for text, _ in done]
         _raise_failures(site, answers, "could not put the checkpoint in its place")
-    except BaseException:
-        give_up(site)
-        raise
-    site.close()
-
-
-def give_up(site: Site) -> None:
-    """Remove what was written so far."""
-    if site.claim is not None and site.folder.name:
-        commit.retire(site.folder, site.place, site.disk)
-    site.close()
+        _raise_unfinished(site, [text for _, text in done])
+    finally:
+        site.close()
 
 
 class HashingSink:
@@ -264,6 +251,8 @@ def _write(site: Site, content: Content) -> dict[str, Entry]:
                 wait([models])
             models.result()
         except Exception:
+            if site.staging is not None:
+                site.staging.check()  # who takes over removes the folder, and that is what failed then
             failed = next((file for file in sink.files if file.error is not None), None)
             if failed is not None and failed.error is not None:
                 raise failed.error from None  # the disk's own words, whatever was made of them on the way
@@ -325,7 +314,8 @@ def _compare_replicas(site: Site, packed: list[bytes], names: tuple[str, ...]) -
         )
 
 
-def _commit(site: Site, entries: dict[str, Entry], content: Content) -> None:
+def _commit(site: Site, entries: dict[str, Entry], content: Content) -> str | None:
+    """What failed after the commit, if anything did."""
     disk, folder, durable = site.disk, site.folder, site.wish.durable
     missing = [name for name in entries if not (folder / name).is_file()]
     if missing:
@@ -343,11 +333,12 @@ def _commit(site: Site, entries: dict[str, Entry], content: Content) -> None:
     }
     with hashing.pool() as pool, HashedFile(folder / manifest.NAME, disk, pool, durable=durable) as file:
         file.write(Manifest(files=entries, about=about).dump())
-    commit.complete(folder, disk)
-    commit.publish(folder, site.place, disk, durable=durable)
+    assert site.staging is not None
+    unfinished = site.staging.publish()
     limit = site.wish.project.total_limit
     if site.number is not None and limit is not None:
         commit.prune(site.place.parent, max(1, limit), disk)
+    return unfinished
 
 
 def _others(folder: Path, known: dict[str, Entry], disk: Disk, durable: bool) -> dict[str, Entry]:
@@ -357,16 +348,14 @@ def _others(folder: Path, known: dict[str, Entry], disk: Disk, durable: bool) ->
         for name in names:
             path = Path(parent, name)
             inside = path.relative_to(folder).as_posix()
-            if inside in known or not manifest.stays_inside(inside) or name == commit.MARK:
+            if inside in known or not manifest.stays_inside(inside):
+                continue
+            if path.is_symlink() or not path.is_file():  # would not be read again: a checkpoint holds files only
                 continue
             size, chunks = hashing.hash_file(path)
             found[inside] = Entry(size=size, chunks=chunks)
             if durable:
-                handle = os.open(path, os.O_RDONLY)
-                try:
-                    disk.fsync(handle)
-                finally:
-                    os.close(handle)
+                disk.fsync_file(path)
     return found
 
 
@@ -389,12 +378,7 @@ def _attempt(part: Callable[[], Any]) -> Any:
 
 
 def _failed(error: Exception) -> _Failed:
-    if isinstance(error, LockstepError):
-        return _Failed(str(error))
-    if isinstance(error, OSError):
-        where = f": {error.filename}" if error.filename else ""
-        return _Failed(f"{error.strerror or error}{where}")
-    return _Failed(f"{type(error).__name__}: {error}")
+    return _Failed(commit.describe(error))
 
 
 def _raise_failures(site: Site, answers: list[Any], what: str) -> None:
@@ -410,3 +394,9 @@ def _raise_failures(site: Site, answers: list[Any], what: str) -> None:
         f"The checkpoint{place} was not saved: {told.rstrip('.')}. What was written of it is removed, an older one is "
         "as it was, and training can go on."
     )
+
+
+def _raise_unfinished(site: Site, texts: list[str | None]) -> None:
+    found = [str(text) for text in texts if text is not None]
+    if found:
+        raise CheckpointError(commit.unfinished(f"The checkpoint {site.place}", "; ".join(found)))

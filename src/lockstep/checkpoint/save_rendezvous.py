@@ -11,6 +11,7 @@ import hashlib
 import os
 import sys
 import time
+import weakref
 from typing import Any
 
 from torch.distributed import DistError
@@ -20,7 +21,9 @@ from lockstep.blackbox.box import Box
 from lockstep.blackbox.read import read_all
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
+from lockstep.config.signed_store import from_text
 from lockstep.errors import CheckpointError
+from lockstep.guard import side
 from lockstep.guard.diagnose import elsewhere
 from lockstep.guard.watcher import read_stall
 from lockstep.guard.whereabouts import span
@@ -33,8 +36,13 @@ _CURRENT = "save/current/{rank}"
 _ANY = "any"
 """Stands for the number of collectives of a rank that does not count them."""
 _POLL = 0.005
+_APART = 64
+"""Collectives after which no rank is at an earlier one. One would do, but for a broadcast, which its sender may leave
+before the others have entered it."""
 _LOOK = 0.2
 """Seconds between two looks at what the others do."""
+
+_decisions: weakref.WeakKeyDictionary[Group, dict[str, int | None]] = weakref.WeakKeyDictionary()
 
 
 def find_absent(group: Group) -> dict[int, str]:
@@ -57,11 +65,11 @@ class _Rendezvous:
         self._number = number if isinstance(group.box, Box) else None
         """Collectives entered so far; None where there was no room for a black box to count them."""
         digest = hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()
-        self._call = f"save/{self._generation}/{digest}/"
-        self._alone = f"save/{self._generation}/alone/{self._number}"
+        self._call = group.key(f"save/{digest}/")
+        self._alone = group.key(f"save/alone/{self._number}")
         place = f"{self._call}{_ANY if self._number is None else self._number}"
-        self._place = f"{place}/{group.ordinal(place)}"
-        self._store: Any = group.store
+        self._place = f"{place}/{group.ordinal(place, digest)}"
+        self._store = group.store
         self._began = time.monotonic()
         self._look_after = self._began + _LOOK
         self._report_after = read_stall(env.snapshot())
@@ -72,10 +80,11 @@ class _Rendezvous:
         group, store = self._group, self._store
         mine = _CURRENT.format(rank=group.rank)
         try:
-            store.set(f"{self._place}/{group.rank}", b"here")
-            store.set(mine, self._place.encode())
+            store.set(f"{self._place}/{group.rank}", "here")
+            store.set(mine, self._place)
             absent = self._gather() if group.rank == 0 else self._follow()
-            store.set(mine, b"")
+            store.set(mine, "")
+            store.delete(f"{self._place}/{group.rank}")  # the main process has counted it, or left it out
             return absent
         except DistError as error:  # the rank that hosts the store has ended
             raise group.explain(error, "saving a state") from None
@@ -86,16 +95,31 @@ class _Rendezvous:
         while absent and not gone:
             absent = {rank for rank in absent if not self._has_come(rank)}
             gone = self._look(absent)
+        self._forget_earlier(everyone_came=not gone)
         if gone:
-            self._store.set(self._alone, b"yes")
+            self._decide(self._alone, "yes")
         for place in (*self._others, self._place):
-            self._store.set(f"{place}/decision", b"alone" if gone else b"together")
+            self._decide(f"{place}/decision", "alone" if gone else "together")
         # Answered once it is there: a rank that sees this one elsewhere from now on finds the decision.
-        self._store.check([f"{self._place}/decision"])
+        self._store.peek(f"{self._place}/decision")
         return gone
 
+    def _decide(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+        _decided(self._group)[key] = self._number
+
+    def _forget_earlier(self, *, everyone_came: bool) -> None:
+        """Called on: the main process. Remove decisions that no rank can be waiting for any more."""
+        decided = _decided(self._group)
+        for key, number in list(decided.items()):
+            # Ranks that all came here have read them; else those that entered far more collectives than that.
+            behind = 0 if number is None or self._number is None else self._number - number
+            if everyone_came or behind > _APART:
+                self._store.delete(key)
+                del decided[key]
+
     def _has_come(self, rank: int) -> bool:
-        if self._store.check([f"{self._place}/{rank}"]):
+        if self._store.peek(f"{self._place}/{rank}") is not None:
             return True
         place = self._current(rank)
         uncounted = place.startswith(self._call) and (self._number is None or f"/{_ANY}/" in place)
@@ -106,8 +130,8 @@ class _Rendezvous:
     def _follow(self) -> dict[int, str]:
         decision = f"{self._place}/decision"
         gone: dict[int, str] = {}
-        while not self._store.check([decision]):
-            if gone and self._store.check([self._alone]):
+        while (decided := self._store.peek(decision, from_text)) is None:
+            if gone and self._store.peek(self._alone) is not None:
                 return {self._group.rank: ""}  # it has saved at another line, without waiting for this one
             if gone:
                 raise CheckpointError(
@@ -115,7 +139,6 @@ class _Rendezvous:
                     "all ranks, or on the main process alone."
                 )
             gone = self._look({0})
-        decided = self._store.get(decision).decode()
         if decided.startswith("apart"):
             raise _apart(decided.partition(" ")[2])
         return {self._group.rank: ""} if decided == "alone" else {}
@@ -142,14 +165,14 @@ class _Rendezvous:
         """Where a rank is that will not come; empty while it may."""
         assert self._number is not None
         if box is not None:
-            return elsewhere(box, self._generation, self._number)
+            return elsewhere(box, self._generation, self._number, since=self._began)
         # On another node: its own reporter writes down where it waits, and that it has ended.
-        key = REMOTE.format(rank=rank)
-        if not self._store.check([key]):
+        found = self._store.peek(REMOTE.format(rank=rank), _read_remote)
+        if found is None:
             return ""
-        generation, number, *words = self._store.get(key).decode(errors="replace").split(maxsplit=2)
-        waits = int(generation) == self._generation and int(number) > self._number
-        return " ".join(words) if waits or int(number) < 0 else ""
+        generation, number, words = found
+        waits = generation == self._generation and number > self._number
+        return str(words) if waits or number < 0 else ""
 
     def _saves_other(self, rank: int) -> bool:
         """Whether a rank waits in another save, for this one to decide about it.
@@ -158,25 +181,28 @@ class _Rendezvous:
         completed a collective that the other has not entered.
         """
         place = self._current(rank)
-        if place in ("", self._place) or self._store.check([f"{place}/decision"]):
+        if place in ("", self._place) or self._store.peek(f"{place}/decision") is not None:
             return False
         number = place.removeprefix(self._call).partition("/")[0]
         if place.startswith(self._call) and number != str(self._number):
             text = f"rank {rank} has entered {number} collectives, the main process {self._number}"
-            self._store.set(f"{place}/decision", f"apart {text}".encode())
+            self._decide(f"{place}/decision", f"apart {text}")
             raise _apart(text)
         return True
 
     def _current(self, rank: int) -> str:
         """The save that a rank waits in; empty when in none."""
-        key = _CURRENT.format(rank=rank)
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+        return self._store.peek(_CURRENT.format(rank=rank), from_text) or ""
 
     def _boxes(self) -> dict[int, Snapshot]:
         """Of the ranks of this node, in this job."""
-        boxes = read_all(self._group.boxes) if self._group.boxes is not None else []
+        folder = self._group.boxes
+        if folder is None:
+            return {}
+        boxes = read_all(folder)
         mine = next((box for box in boxes if box.rank == self._group.rank and box.pid == os.getpid()), None)
-        return {box.rank: box for box in boxes if mine is not None and box.attempt == mine.attempt}
+        here = [box for box in boxes if mine is not None and box.attempt == mine.attempt]
+        return {box.rank: side.merged(box, side.place(folder, box.rank)) for box in here}
 
     def _report(self, absent: set[int], waited: float) -> None:
         self._report_after = 2 * waited
@@ -186,6 +212,16 @@ class _Rendezvous:
             "come. `lockstep stacks` shows where each rank is.",
             main_process_only=False,
         )
+
+
+def _decided(group: Group) -> dict[str, int | None]:
+    """On the main process: the decisions that are in the store, and after how many collectives they were made."""
+    return _decisions.setdefault(group, {})
+
+
+def _read_remote(data: bytes) -> tuple[int, int, str]:
+    generation, number, words = data.decode().split(maxsplit=2)
+    return int(generation), int(number), words
 
 
 def _apart(text: str) -> CheckpointError:

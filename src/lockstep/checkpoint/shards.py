@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.sharing import id_tensor_storage
-from lockstep.checkpoint.stored import open_regular
+from lockstep.checkpoint.opening import Opener, open_regular, read_small
+from lockstep.checkpoint.sharing import id_tensor_storage, stored_bytes
 from lockstep.errors import CheckpointError
 
-_LONGEST_INDEX = 200_000_000
-"""Bytes; a million tensors with long names need half of it."""
+_LONGEST_INDEX = 1 << 26
+"""Bytes; half a million tensors with long names."""
+_FEW = 1_000_000
+"""Brackets and quotes that need no names of tensors and files around them."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def plan(state: Mapping[str, Any], largest: int, stem: str, suffix: str, *, toge
         key = _storage_key(name, value) if together else name
         if key in homes:
             continue
-        size = value.nbytes if isinstance(value, Tensor) else 0
+        size = stored_bytes(value) if isinstance(value, Tensor) else 0
         total += size
         if size > largest:
             homes[key] = [name]
@@ -88,12 +90,12 @@ def _name(stem: str, suffix: str, number: int, of: int) -> str:
     return f"{stem}{suffix}" if of == 1 else f"{stem}-{number:05d}-of-{of:05d}{suffix}"
 
 
-def read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path, opener: Opener = open_regular) -> dict[str, str]:
     """Which file each tensor is in; all are names of files beside the index, nothing else is accepted."""
-    with open(open_regular(path), "rb") as file:
-        content = file.read(_LONGEST_INDEX + 1)
-    if len(content) > _LONGEST_INDEX:
-        raise CheckpointError(f"{path} is too large for an index of shards.")
+    content = read_small(opener(path), _LONGEST_INDEX, path)
+    brackets = content.count(b"{") + content.count(b"[")
+    if brackets > _FEW or content.count(b'"') > _FEW + len(content) // 8:
+        raise CheckpointError(f"{path} is no index of shards: it has more values than one of its size can hold.")
     try:
         table = json.loads(content.decode())
     except (ValueError, RecursionError):

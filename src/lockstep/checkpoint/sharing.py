@@ -35,6 +35,24 @@ def view_key(tensor: Tensor) -> Hashable:
     return *id_tensor_storage(tensor), *place
 
 
+def stored_bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor's values; for a sparse one of those that it has, for a lazy one none."""
+    if is_lazy(tensor):
+        return 0
+    if tensor.layout == torch.strided:
+        return tensor.nbytes
+    values = tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
+    return values.nbytes
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether some of its elements are one place in memory, as those of an expanded tensor are."""
+    if is_lazy(tensor) or tensor.layout != torch.strided or not tensor.numel():
+        return False
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return reach < tensor.numel()
+
+
 def tied_names(tensors: Mapping[str, Any]) -> list[list[str]]:
     """The groups of names, two or more in each, that stand for one tensor."""
     groups: dict[Hashable, list[str]] = {}

@@ -19,17 +19,26 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import generators, safe
+from lockstep.checkpoint import generators, manifest, safe
+from lockstep.checkpoint.assigning import Assignment
+from lockstep.checkpoint.opening import read_small
 from lockstep.checkpoint.safe import Fill
+from lockstep.checkpoint.sharing import stored_bytes
+from lockstep.checkpoint.state_files import StateFiles
+from lockstep.checkpoint.stored import as_entries
+from lockstep.checkpoint.weights import refuse_meta
 from lockstep.errors import CheckpointError
 
 STATE = "lockstep_state.json"
 SCALER = "scaler.pt"
+_LARGEST_COUNTERS = 1 << 22
+_MOST_RANKS, _MOST_STEPS, _MOST_OBJECTS = 1 << 24, 1 << 53, 1 << 16
+"""What no job has: a number beyond them is none that was saved."""
 
 
 def numbered_name(stem: str, number: int, suffix: str) -> str:
@@ -53,6 +62,10 @@ class Loader(Stateful, Protocol):
     """What is asked of a prepared loader."""
 
     at_first_batch: Callable[[], None] | None
+
+    def check_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Raise where it would not take a state back."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +103,14 @@ class Content:
 
     def to_host(self) -> Content:
         """A copy in host memory that training does not change."""
+        for tensors in self.weights:
+            refuse_meta(tensors)
         weights, files = safe.copy_to_host((self.weights, self.files))
         return Content(weights=weights, files=files, counters=self.counters)
 
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in safe.tensors((self.weights, self.files)))
+        return sum(stored_bytes(tensor) for tensor in safe.tensors((self.weights, self.files)))
 
 
 # ---------------------------------------------------------------- saving
@@ -178,7 +193,8 @@ class Loaded:
     optimizers: list[Any]
     schedulers: list[Any]
     scaler: Any
-    loaders: list[Any]
+    loaders: dict[int, Any]
+    """By its number, the state of each loader that goes on where it was."""
     custom: list[Any]
     generators: dict[str, Any] | None
     """This rank's; rank 0's when this rank was not there; None when the folder has none."""
@@ -187,107 +203,205 @@ class Loaded:
     items: list[float]
     gradients: list[Tensor | None] | None
     """Of the open window; None when none is."""
+    left_out: list[str] = field(default_factory=list)
+    """What the checkpoint holds and is not restored, because this script has not prepared what it is for."""
+    trains: bool = True
+    """Whether the training goes on; else only what it has made is of use."""
 
 
-def read(folder: Path, objects: Objects, *, trusted: bool = False, fill: Fill | None = None) -> Loaded:
+def read(files: StateFiles, objects: Objects, *, trusted: bool = False, fill: Fill | None = None) -> Loaded:
     """Read all files but the weights; CheckpointError when they do not fit the objects.
 
     ``fill`` reads the values of a large optimizer's tensors.
     """
-    state = read_counters(folder)
-    if state is not None:
-        _compare(state, objects, folder)
+    reader = Reader(files, trusted)
+    state = read_counters(files)
+    left_out = [] if state is None else _compare(state, objects, files.folder)
     before = objects.world_size if state is None else state["world_size"]
-    own, known = _rank_file(folder, objects.rank, trusted), True
+    own, known = reader.rank_file(objects.rank), True
     if own is None or (state is not None and objects.rank >= before):
-        own, known = _rank_file(folder, 0, trusted), False
+        own, known = reader.rank_file(0), False
     if state is not None and own is None:
-        raise CheckpointError(f"{folder} has no random_states_0.pkl: it is not complete.")
-
-    def values(stem: str, count: int, fill: Fill | None = None) -> list[Any]:
-        names = [numbered_name(stem, number, ".bin") for number in range(count)]
-        return [safe.read(folder / name, trusted=trusted, fill=fill) for name in names]
-
-    optimizers = values("optimizer", len(objects.optimizers), fill)
-    for number, (optimizer, saved) in enumerate(zip(objects.optimizers, optimizers, strict=True)):
-        _check_optimizer(optimizer, saved, folder / numbered_name("optimizer", number, ".bin"))
+        raise CheckpointError(f"{files.folder} has no random_states_0.pkl: it is not complete.")
+    optimizers = []
+    for number, optimizer in enumerate(objects.optimizers):
+        name = numbered_name("optimizer", number, ".bin")
+        optimizers.append(reader.value(name, fill))
+        _check_optimizer(optimizer, optimizers[-1], files.folder / name)
     same = before == objects.world_size and known
-    gradients, items = _window(folder, state, objects, trusted)
+    # A script that evaluates a model has no optimizer: where the training stood in its data is not its affair.
+    trains = state is None or bool(objects.optimizers) or not state["optimizers"]
+    gradients, items = _window(reader, state, objects) if trains else (None, [])
+    loaders = {} if state is None or not trains else _loader_states(reader, state, objects, own if same else None)
+    if state is not None and len(loaders) < len(objects.loaders):
+        anew = [str(number) for number in range(len(objects.loaders)) if number not in loaders]
+        left_out.append(f"the position of loader {', '.join(anew)} (a new epoch starts)")
     return Loaded(
         counters=state,
         optimizers=optimizers,
-        schedulers=values("scheduler", len(objects.schedulers)),
-        scaler=safe.read(folder / SCALER, trusted=trusted) if objects.scaler is not None else None,
-        loaders=_loader_states(folder, objects, own if same else None, trusted) if state is not None else [],
-        custom=[
-            safe.read(folder / f"custom_checkpoint_{number}.pkl", trusted=trusted)
-            for number in range(len(objects.custom))
+        schedulers=[
+            reader.table(numbered_name("scheduler", number, ".bin")) for number in range(len(objects.schedulers))
         ],
+        scaler=reader.table(SCALER) if objects.scaler is not None else None,
+        loaders=loaders,
+        custom=[reader.custom(number, thing) for number, thing in enumerate(objects.custom)],
         generators=own,
         known=known,
         items=items,
         gradients=gradients,
+        left_out=left_out,
+        trains=trains,
     )
 
 
-def read_counters(folder: Path) -> dict[str, Any] | None:
+class Reader:
+    """Reads the files of one checkpoint, each into what was saved in it."""
+
+    def __init__(self, files: StateFiles, trusted: bool) -> None:
+        self.folder = files.folder
+        self._files, self._trusted = files, trusted
+
+    def value(self, name: str, fill: Fill | None = None) -> Any:
+        """What a file holds."""
+        path = self.folder / name
+        if not self._files.has(name):
+            raise CheckpointError(f"{path} is missing.")
+        found = safe.read(path, trusted=self._trusted, fill=fill, opener=self._files.open)
+        return safe.unpack(found, path)
+
+    def table(self, name: str) -> dict[str, Any]:
+        """The same where it has to be a table."""
+        found = self.value(name)
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{self.folder / name} holds a {type(found).__name__}, not the table that was saved.")
+        return found
+
+    def custom(self, number: int, thing: Any) -> Any:
+        """The state of a registered object; that of a module is compared with it before anything is changed."""
+        name = f"custom_checkpoint_{number}.pkl"
+        found = self.value(name)
+        if getattr(type(thing), "load_state_dict", None) is nn.Module.load_state_dict and isinstance(found, dict):
+            Assignment(thing, as_entries(found), strict=True, where=str(self.folder / name))
+        return found
+
+    def rank_file(self, rank: int) -> dict[str, Any] | None:
+        """What a rank alone has saved; None when there is nothing of it."""
+        name = f"random_states_{rank}.pkl"
+        if not self._files.has(name):
+            return None
+        states = self.table(name)
+        problem = generators.check(states)
+        items = states.get("items", [])
+        if problem is None and not (isinstance(items, list) and all(_is_number(item) for item in items)):
+            problem = "its numbers of items are none"
+        if problem is not None:
+            raise CheckpointError(f"{self.folder / name} holds no states of generators: {problem}.")
+        return states
+
+
+def read_counters(files: StateFiles) -> dict[str, Any] | None:
     """The JSON file; None when the folder has none, as those of Accelerate."""
-    path = folder / STATE
-    try:
-        state = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not files.has(STATE):
+        if files.listed:
+            raise CheckpointError(f"{files.folder} holds no state: its {manifest.NAME} does not list {STATE}.")
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    path = files.folder / STATE
+    text = read_small(files.open(path), _LARGEST_COUNTERS, path)
+    try:
+        state = json.loads(text, object_pairs_hook=manifest.unique_names)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from None
     window = state.get("window") if isinstance(state, dict) else None
-    if not isinstance(window, dict) or not isinstance(state.get("world_size"), int):
+    if not isinstance(window, dict) or not isinstance(state.get("custom", []), list):
         raise CheckpointError(f"{path} is damaged: it does not say where the run stood.")
+    counts = {
+        "world_size": (state.get("world_size"), 1, _MOST_RANKS),
+        "updates": (state.get("updates"), 0, _MOST_STEPS),
+        **{name: (state.get(name), 0, _MOST_OBJECTS) for name in ("models", "optimizers", "schedulers", "loaders")},
+        **{name: (window.get(name), 0, _MOST_STEPS) for name in ("step", "filled")},
+        "divisor": (window.get("divisor"), 1, _MOST_STEPS),
+    }
+    for name, (value, least, most) in counts.items():
+        if type(value) is not int or not least <= value <= most:
+            raise CheckpointError(f"{path} is damaged: {name} is {str(value)[:50]}, and not from {least} to {most}.")
+    scale = window.get("item_scale")
+    if scale is not None and not _is_number(scale):
+        raise CheckpointError(f"{path} is damaged: item_scale is not a number.")
     return state
 
 
-def _compare(state: dict[str, Any], objects: Objects, folder: Path) -> None:
-    """Raise unless the script has prepared what was saved."""
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _compare(state: dict[str, Any], objects: Objects, folder: Path) -> list[str]:
+    """What was saved and has nobody to go to, in words; raise where something here would find nothing, or not its own.
+
+    As in Accelerate, fewer models, optimizers and schedulers than were saved are the first of them: a script that
+    evaluates needs no optimizer. What users have registered must be the same.
+    """
     here = {
         "models": len(objects.models),
         "optimizers": len(objects.optimizers),
         "schedulers": len(objects.schedulers),
-        "loaders": len(objects.loaders),
         "objects registered for checkpointing": len(objects.custom),
+        "loss scalers, as fp16 has one": int(objects.scaler is not None),
     }
-    saved = {**state, "objects registered for checkpointing": len(state.get("custom", ()))}
-    differ = [f"{saved.get(name)} {name} (here {count})" for name, count in here.items() if saved.get(name) != count]
-    if bool(state.get("scaler")) != (objects.scaler is not None):
-        differ.append(
-            "a loss scaler, as fp16 has one (here none)" if state.get("scaler") else "no loss scaler (here one)"
-        )
+    saved = {
+        **state,
+        "objects registered for checkpointing": len(state.get("custom", ())),
+        "loss scalers, as fp16 has one": int(bool(state.get("scaler"))),
+    }
+    must_match = "objects registered for checkpointing"
+    differ = [
+        f"{saved[name]} {name} (here {count})"
+        for name, count in here.items()
+        if saved[name] < count or (name == must_match and saved[name] != count)
+    ]
     if differ:
         raise CheckpointError(
             f"{folder} was saved with {', '.join(differ)}. Prepare and register the same objects, in the same order, "
             "before load_state()."
         )
+    return [f"{saved[name] - count} of {saved[name]} {name}" for name, count in here.items() if saved[name] > count]
 
 
 def _check_optimizer(optimizer: Any, saved: Any, path: Path) -> None:
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
-    if not isinstance(groups, list) or not isinstance(saved.get("state"), dict):
+    if not _are_groups(groups) or not isinstance(saved.get("state"), dict):
         raise CheckpointError(f"{path} holds no state of an optimizer.")
-    there = [len(group.get("params", ())) for group in groups]
+    there = [len(group["params"]) for group in groups]
     here = [len(group["params"]) for group in optimizer.param_groups]
     if there != here:
         raise CheckpointError(
             f"{path} is of an optimizer with {_groups(there)}; this {_kind(optimizer, 'optimizer')} has "
             f"{_groups(here)}."
         )
+    # Others may keep moments of another shape than their parameters, as those do that project gradients.
+    of_torch = type(getattr(optimizer, "optimizer", optimizer)).__module__.startswith("torch.optim.")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in groups for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
-        for name, value in saved["state"].get(number, {}).items():
-            full = isinstance(value, Tensor) and name in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")
-            if full and value.shape != parameter.shape:
+        values = saved["state"].get(number, {})
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path} holds a {type(values).__name__} as the state of parameter {number}.")
+        for name, value in values.items():
+            full = of_torch and name in ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")
+            if full and isinstance(value, Tensor) and value.shape != parameter.shape:
                 raise CheckpointError(
                     f"{path}: {name} of parameter {number} has the shape {list(value.shape)}, the parameter has "
                     f"{list(parameter.shape)}. It belongs to another model."
                 )
+
+
+def _are_groups(groups: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether these are groups of parameters, which go by numbers."""
+    return isinstance(groups, list) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(type(number) in (int, str) for number in group["params"])
+        for group in groups
+    )
 
 
 def _groups(sizes: list[int]) -> str:
@@ -295,35 +409,54 @@ def _groups(sizes: list[int]) -> str:
     return f"{len(sizes)} group{'s' * (len(sizes) != 1)} of {counts} parameters"
 
 
-def _rank_file(folder: Path, rank: int, trusted: bool) -> dict[str, Any] | None:
-    path = folder / f"random_states_{rank}.pkl"
-    if not path.exists():
-        return None
-    states = safe.read(path, trusted=trusted)
-    problem = generators.check(states) if isinstance(states, dict) else "it holds no table"
-    if problem is not None:
-        raise CheckpointError(f"{path} holds no states of generators: {problem}.")
-    return states
+def _loader_states(
+    reader: Reader, state: dict[str, Any], objects: Objects, own: dict[str, Any] | None
+) -> dict[int, Any]:
+    """Each loader's place: as this rank saw it where it can go on from that, else as rank 0 told it for all.
 
-
-def _loader_states(folder: Path, objects: Objects, own: dict[str, Any] | None, trusted: bool) -> list[Any]:
-    """Each loader's place: as this rank saw it where it can go on from that, else as rank 0 told it for all."""
-    found = []
-    for number in range(len(objects.loaders)):
-        mine: dict[str, Any] = {} if own is None else safe.unpack(own["loaders"][number])
-        reads = mine.get("reads")
-        if reads and not mine.get("ended"):
-            found.append(mine)
-            continue
-        path = folder / numbered_name("dl_state_dict", number, ".bin")
-        common = safe.unpack(safe.read(path, trusted=trusted))
-        # With even_batches=False this rank may have had its last batch before rank 0: the epoch is not over.
-        found.append({**mine, "ended": common.get("ended", True)} if reads else common)
+    Where more or fewer loaders are prepared than were saved, a place is for the loader of the same number if that has
+    as many samples; another one begins an epoch.
+    """
+    found = {}
+    count = state["loaders"]
+    views = [{}] * min(count, len(objects.loaders)) if own is None else own.get("loaders")
+    where = reader.folder / f"random_states_{objects.rank}.pkl"
+    if not isinstance(views, list) or (own is not None and len(views) != count):
+        raise CheckpointError(f"{where} does not have the places of {count} loaders.")
+    for number, (loader, mine) in enumerate(zip(objects.loaders, views, strict=False)):
+        reads = isinstance(mine, dict) and mine.get("reads")
+        if own is not None and reads:
+            _check_loader(mine, where)
+        place = mine
+        if not reads or mine.get("ended"):
+            name = numbered_name("dl_state_dict", number, ".bin")
+            common = reader.table(name)
+            _check_loader(common, reader.folder / name)
+            # With even_batches=False this rank may have had its last batch before rank 0: the epoch is not over.
+            place = {**mine, "ended": common.get("ended", True)} if reads else common
+        if count == len(objects.loaders) or place.get("length") == loader.state_dict().get("length"):
+            found[number] = place
     return found
 
 
+def _check_loader(state: dict[str, Any], path: Path) -> None:
+    """Raise for what no loader has said of its place."""
+    counts = [state.get(name) for name in ("epoch", "world_size")]
+    maybe = [state.get(name) for name in ("batches", "length", "seed", "sampler_epoch") if state.get(name) is not None]
+    places, generator = state.get("places"), state.get("generator")
+    fits = isinstance(places, list) and all(type(number) is int for number in (*counts, *maybe, *places))
+    fits = fits and all(0 <= number < 2**62 for number in (*counts, *places))  # type: ignore[misc]
+    if fits and generator is not None:
+        try:
+            torch.Generator().set_state(generator)
+        except (TypeError, RuntimeError):
+            fits = False
+    if not fits or any(name not in state for name in ("begun", "reads", "owns_generator", "seed", "inner")):
+        raise CheckpointError(f"{path} does not say where a loader stood.")
+
+
 def _window(
-    folder: Path, state: dict[str, Any] | None, objects: Objects, trusted: bool
+    reader: Reader, state: dict[str, Any] | None, objects: Objects
 ) -> tuple[list[Tensor | None] | None, list[float]]:
     """The gradients of the open window that this rank goes on with, and the items they stand for.
 
@@ -335,19 +468,23 @@ def _window(
     if state is None or not state["window"].get("filled") or state.get("alone"):
         return None, []
     before, now = state["world_size"], objects.world_size
-    mine = [objects.rank] if before == now else list(range(objects.rank, before, now))
+    mine = range(objects.rank, objects.rank + 1) if before == now else range(objects.rank, before, now)
     total: list[Tensor | None] = [None] * len(objects.parameters)
     items: list[float] = []
     for rank in mine:
-        path = folder / f"gradients_{rank}.bin"
-        gradients, states = safe.read(path, trusted=trusted), _rank_file(folder, rank, trusted)
+        name = f"gradients_{rank}.bin"
+        gradients, states = reader.value(name), reader.rank_file(rank)
         if not _fits(gradients, objects.parameters):
-            raise CheckpointError(f"{path} holds gradients of other parameters than the {len(total)} there are here.")
+            raise CheckpointError(
+                f"{reader.folder / name} holds gradients of other parameters than the {len(total)} there are here."
+            )
         total = [_sum(one, other) for one, other in zip(total, gradients, strict=True)]
         counts = states["items"] if states is not None else []
+        if items and len(items) != len(counts):
+            raise CheckpointError(f"{reader.folder / name} is of another accumulation window than those before it.")
         items = [one + other for one, other in zip(items, counts, strict=True)] if items else list(counts)
     if not mine:  # a rank more than there were: it has done nothing of the window yet
-        first = _rank_file(folder, 0, trusted)
+        first = reader.rank_file(0)
         items = [0.0] * len(first["items"] if first is not None else ())
     elif before != now and not items:
         total = [None if gradient is None else gradient * (now / before) for gradient in total]
@@ -357,58 +494,18 @@ def _window(
 def _fits(gradients: Any, parameters: list[Tensor]) -> bool:
     if not isinstance(gradients, list) or len(gradients) != len(parameters):
         return False
-    pairs = zip(gradients, parameters, strict=True)
-    return all(gradient is None or gradient.shape == parameter.shape for gradient, parameter in pairs)
+    return all(
+        gradient is None
+        or (
+            isinstance(gradient, Tensor)
+            and gradient.shape == parameter.shape
+            and getattr(parameter, "grad_dtype", parameter.dtype) in (gradient.dtype, None)  # None allows any
+        )
+        for gradient, parameter in zip(gradients, parameters, strict=True)
+    )
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     if one is None or other is None:
         return other if one is None else one
     return one + other
-
-
-def assign(loaded: Loaded, objects: Objects) -> int | None:
-    """Put everything but the weights into the objects; the seed of this rank's generators if they had to be derived."""
-    for optimizer, value in zip(objects.optimizers, loaded.optimizers, strict=True):
-        optimizer.load_state_dict(value)
-    for scheduler, value in zip(objects.schedulers, loaded.schedulers, strict=True):
-        scheduler.load_state_dict(safe.unpack(value))
-    if objects.scaler is not None:
-        objects.scaler.load_state_dict(loaded.scaler)
-    for loader, value in zip(objects.loaders, loaded.loaders, strict=False):
-        loader.load_state_dict(value)
-    for thing, value in zip(objects.custom, loaded.custom, strict=True):
-        thing.load_state_dict(safe.unpack(value))
-    if loaded.counters is not None:
-        objects.window.load_state_dict({**loaded.counters["window"], "items": loaded.items})
-    gradients = loaded.gradients or [None] * len(objects.parameters)
-    for parameter, gradient in zip(objects.parameters, gradients, strict=True):
-        parameter.grad = None if gradient is None else gradient.to(parameter.device)
-    return _assign_generators(loaded, objects)
-
-
-def _assign_generators(loaded: Loaded, objects: Objects) -> int | None:
-    """Last, as loading may draw numbers; and once more when the first batch is there, as an iterator draws some too."""
-    if loaded.generators is None:
-        return None
-    if not loaded.known:
-        return generators.derive(loaded.generators, objects.rank, objects.device)
-    # An epoch that begins anew draws what it draws; one that is gone on with has drawn it before.
-    states, begun = (
-        loaded.generators,
-        [
-            loader
-            for loader, value in zip(objects.loaders, loaded.loaders, strict=False)
-            if value.get("begun") and not value.get("ended")
-        ],
-    )
-
-    def again() -> None:
-        for loader in begun:
-            loader.at_first_batch = None
-        generators.restore(states, objects.device)
-
-    generators.restore(states, objects.device)
-    for loader in begun:
-        loader.at_first_batch = again
-    return None

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-from lockstep.errors import CheckpointError
 
 
 class Stored(Protocol):
@@ -89,15 +84,3 @@ def some(names: Sequence[str], most: int = 5) -> str:
     """The first few names, and how many more there are."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
-
-
-def open_regular(path: Path) -> int:
-    """A descriptor of a file to read; a pipe, a device or a folder of that name is not waited on but refused."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be opened: {error.strerror}.") from error
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise CheckpointError(f"{path} is not a regular file, so it holds no weights.")

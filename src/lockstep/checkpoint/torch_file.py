@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint import opcodes
+from lockstep.checkpoint.fetched import Outline, UnfitError
+from lockstep.checkpoint.opening import Opener, open_regular
 from lockstep.checkpoint.sharing import id_tensor_storage, view_key
 from lockstep.checkpoint.sink import PLAIN, Opened, Sink
-from lockstep.checkpoint.stored import InFile, open_regular
+from lockstep.checkpoint.stored import InFile
 from lockstep.errors import CheckpointError
 
 
@@ -37,25 +39,19 @@ def write(state: Mapping[str, Any], path: Path, sink: Sink = PLAIN) -> None:
 
 def _compact(state: Mapping[str, Any]) -> dict[str, Any]:
     """The same on the host, so that it loads on any machine; a part of a large storage without the rest of it."""
-    sharers: dict[Any, set[Any]] = {}
-    for value in state.values():
-        if isinstance(value, Tensor) and value.layout == torch.strided:
-            sharers.setdefault(id_tensor_storage(value), set()).add(view_key(value))
-    made: dict[Any, Tensor] = {}
-
-    def copy(tensor: Tensor) -> Tensor:
-        host = tensor.detach().cpu()
-        alone = len(sharers[id_tensor_storage(tensor)]) == 1
-        return host.clone() if alone and host.untyped_storage().nbytes() > host.nbytes else host
-
-    result = {}
+    keys, sharers = {}, dict[Any, set[Any]]()
     for name, value in state.items():
         if isinstance(value, Tensor) and value.layout == torch.strided:
-            key = view_key(value)
-            if key not in made:
-                made[key] = copy(value)
-            value = made[key]
-        result[name] = value
+            keys[name] = storage, view = id_tensor_storage(value), view_key(value)
+            sharers.setdefault(storage, set()).add(view)
+    made: dict[Any, Tensor] = {}
+    result = dict(state)
+    for name, (storage, view) in keys.items():
+        if view not in made:
+            host = state[name].detach().cpu()
+            alone = len(sharers[storage]) == 1
+            made[view] = host.clone() if alone and host.untyped_storage().nbytes() > host.nbytes else host
+        result[name] = made[view]
     return result
 
 
@@ -78,18 +74,22 @@ class TorchTensor(InFile):
 class TorchFile:
     """A file that has been read as a state dict, mapped into memory where its format allows."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, opener: Opener = open_regular, *, hashed: bool = False) -> None:
+        """``hashed``: the caller compares the whole file with its hash, so that its own checksums need not hold."""
         self.path = path
-        descriptor = open_regular(path)
-        try:
-            self._modern = self._check_archive(descriptor)
-        finally:
-            os.close(descriptor)
+        self._file = open(opener(path), "rb")  # noqa: SIM115  # closed by close()
         self._state: Mapping[str, Any] | None = None
-        self.entries: dict[str, Any] = {
-            name: TorchTensor(name, tuple(value.shape), value.dtype, self) if isinstance(value, Tensor) else value
-            for name, value in self.state().items()
-        }
+        try:
+            self._archive = opcodes.check_file(self._file, path)
+            if self._archive is not None and not hashed:
+                self._archive.check_sums()
+            self.entries: dict[str, Any] = {
+                name: TorchTensor(name, tuple(value.shape), value.dtype, self) if isinstance(value, Tensor) else value
+                for name, value in self.state().items()
+            }
+        except BaseException:
+            self.close()
+            raise
 
     def state(self) -> Mapping[str, Any]:
         """What the file holds; read again where it was let go of."""
@@ -101,12 +101,15 @@ class TorchFile:
         """Hold no memory until something is read again."""
         self._state = None
 
-    close = rest
+    def close(self) -> None:
+        """Let go of the file; tensors that were read from it stay valid."""
+        self.rest()
+        self._file.close()
 
     def _load(self) -> Mapping[str, Any]:
         path = self.path
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=self._modern)
+            state = self._value()
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{path} holds more than tensors and plain values, or is damaged, and nothing else is loaded from it "
@@ -118,26 +121,11 @@ class TorchFile:
             raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict.")
         return state
 
-    def _check_archive(self, descriptor: int) -> bool:
-        """Whether it is an archive, as torch writes them since 1.6. Torch itself does not look at their checksums."""
-        with open(descriptor, "rb", closefd=False) as file:
-            if not zipfile.is_zipfile(file):
-                return False
-            try:
-                with zipfile.ZipFile(file) as archive:
-                    if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
-                        raise CheckpointError(f"{self.path} is a compressed archive, which torch does not write.")
-                    bad = archive.testzip()
-            except CheckpointError:
-                raise
-            except Exception as error:  # zipfile raises many kinds for a damaged archive
-                raise CheckpointError(f"{self.path} is damaged: {_first_line(error)}") from None
-        if bad is not None:
-            raise CheckpointError(
-                f"{self.path} is damaged: the checksum of {bad} does not hold (nor would it, if the file was written "
-                "with torch.serialization.set_crc32_options(False))."
-            )
-        return True
+    def _value(self) -> Any:
+        with suppress(UnfitError, NotImplementedError):  # quantized tensors cannot be told of without their values
+            return Outline(self._file, self._archive, mapped=True).value
+        self._file.seek(0)
+        return torch.load(self._file, map_location="cpu", weights_only=True)
 
 
 def _first_line(error: BaseException) -> str:

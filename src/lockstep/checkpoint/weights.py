@@ -1,17 +1,7 @@
-"""Model files: the weights of one model in a folder, under the names that other tools know.
-
-==================================  =====================================
-safetensors                         torch
-==================================  =====================================
-model.safetensors                   pytorch_model.bin
-model-00001-of-00003.safetensors    pytorch_model-00001-of-00003.bin
-model.safetensors.index.json        pytorch_model.bin.index.json
-==================================  =====================================
-"""
+"""Model files: the weights of one model in a folder, under the names that other tools know (``layout``)."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from lockstep.checkpoint import safe_file, shards, torch_file
+from lockstep.checkpoint import commit, safe_file, shards, torch_file
 from lockstep.checkpoint.assigning import Assignment, Loaded, load_into
+from lockstep.checkpoint.layout import Layout, layout_of, layouts_of
+from lockstep.checkpoint.opening import Opener, open_regular
 from lockstep.checkpoint.safe_file import SafeFile
 from lockstep.checkpoint.sharing import tied_names
 from lockstep.checkpoint.sink import PLAIN, Sink
@@ -32,36 +25,6 @@ from lockstep.errors import CheckpointError
 from lockstep.logging import get_logger
 
 __all__ = ["Loaded", "Weights", "load_into", "load_weights", "open_weights", "read_weights", "write_weights"]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How one format names its files."""
-
-    stem: str
-    """What all names begin with."""
-    suffix: str
-    """What the names of files with tensors end with."""
-
-    @property
-    def whole(self) -> str:
-        """The only file of a model that is not divided."""
-        return self.stem + self.suffix
-
-    @property
-    def index(self) -> str:
-        """The index of one that is."""
-        return self.whole + ".index.json"
-
-    def owns(self, name: str) -> bool:
-        """Whether a file of that name belongs to a model saved like this."""
-        shard = re.fullmatch(rf"{re.escape(self.stem)}-\d{{5,}}-of-\d{{5,}}{re.escape(self.suffix)}", name)
-        return name in (self.whole, self.index) or shard is not None
-
-
-def layout_of(stem: str, safe: bool) -> Layout:
-    """The names of a model's files: those of torch's format begin with ``pytorch_``."""
-    return Layout(stem, ".safetensors") if safe else Layout(f"pytorch_{stem}", ".bin")
 
 
 # ---------------------------------------------------------------- writing
@@ -79,7 +42,6 @@ def write_weights(
     """Write a state dict as model files into an existing folder, and give their names, the index last.
 
     A tensor under several names is written once: with safetensors under its first name, else under all of them.
-    Files of an earlier save are overwritten or left; ``stale`` finds the latter.
     """
     largest = shard_size(max_shard_size)
     refuse_meta(state_dict)
@@ -99,19 +61,19 @@ def write_weights(
 
 
 def refuse_meta(state_dict: Mapping[str, Any]) -> None:
-    """Raise when there are tensors that have a shape but no values."""
+    """Raise when there are tensors without values."""
+    lazy = [name for name, value in state_dict.items() if is_lazy(value)]
+    if lazy:
+        raise CheckpointError(
+            f"{len(lazy)} of {len(state_dict)} tensors have no shape yet: their lazy modules have not been called "
+            f"({some(lazy)}). Call the model once, then save it."
+        )
     empty = [name for name, value in state_dict.items() if isinstance(value, Tensor) and value.device.type == "meta"]
     if empty:
         raise CheckpointError(
             f"{len(empty)} of {len(state_dict)} tensors have no values: they are on the meta device ({some(empty)}). "
             "Parts that were offloaded or never loaded cannot be saved; load the whole model first."
         )
-
-
-def stale(folder: Path, written: list[str], *, safe: bool, stem: str = "model") -> list[Path]:
-    """Files of an earlier save in the same format, which a reader of the folder would take for a part of this one."""
-    layout = layout_of(stem, safe)
-    return [path for path in sorted(folder.iterdir()) if layout.owns(path.name) and path.name not in written]
 
 
 # ---------------------------------------------------------------- reading
@@ -135,15 +97,19 @@ class Weights:
 
 
 @contextmanager
-def open_weights(path: Path, stem: str = "model") -> Iterator[Weights]:
+def open_weights(
+    path: Path, stem: str = "model", opener: Opener = open_regular, *, hashed: bool = False
+) -> Iterator[Weights]:
     """A model's files, for as long as the region lasts: a file, an index, or the folder that they are in."""
-    found = _locate(path, stem) if path.is_dir() else path
+    found = _locate(path, stem) if path.is_dir() else commit.pending_file(path)
+    if found.parent not in (path, path.parent):
+        get_logger(__name__).warning(commit.reads_pending(found.parent.parent))
     files: list[SafeFile | TorchFile] = []
     try:
         if found.suffix == ".json":
-            yield _open_shards(found, files)
+            yield _open_shards(found, files, opener, hashed)
         else:
-            files.append(_open(found))
+            files.append(_open(found, opener, hashed))
             yield Weights(tuple(files), dict(files[0].entries))
     finally:
         for file in files:
@@ -167,18 +133,18 @@ def load_weights(model: nn.Module, folder: Path, stem: str = "model", strict: bo
         return assignment.loaded
 
 
-def _open(path: Path) -> SafeFile | TorchFile:
-    return SafeFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+def _open(path: Path, opener: Opener, hashed: bool) -> SafeFile | TorchFile:
+    return SafeFile(path, opener) if path.suffix == ".safetensors" else TorchFile(path, opener, hashed=hashed)
 
 
-def _open_shards(index: Path, files: list[SafeFile | TorchFile]) -> Weights:
-    places = shards.read_index(index)
+def _open_shards(index: Path, files: list[SafeFile | TorchFile], opener: Opener, hashed: bool) -> Weights:
+    places = shards.read_index(index, opener)
     entries: dict[str, Any] = {}
     surplus: list[str] = []
     for name in sorted(set(places.values())):
         if not (index.parent / name).exists():
             raise CheckpointError(f"{index.parent / name} is missing; {index.name} names it.")
-        files.append(file := _open(index.parent / name))
+        files.append(file := _open(index.parent / name, opener, hashed))
         listed = {tensor for tensor, place in places.items() if place == name}
         if absent := sorted(listed - set(file.entries)):
             raise CheckpointError(
@@ -193,9 +159,9 @@ def _open_shards(index: Path, files: list[SafeFile | TorchFile]) -> Weights:
 def _locate(folder: Path, stem: str) -> Path:
     """The file to begin with: safetensors before torch's format."""
     found: list[Path] = []
-    for safe in (True, False):
-        layout = layout_of(stem, safe)
-        both = [folder / name for name in (layout.whole, layout.index) if (folder / name).exists()]
+    committed = commit.pending(folder)
+    for layout in layouts_of(stem):
+        both = _entry_points(committed, layout) or _entry_points(folder, layout)
         if len(both) == 2:
             raise CheckpointError(
                 f"{folder} holds {layout.whole} and {layout.index}: two models, of which one is left over from an "
@@ -210,11 +176,17 @@ def _locate(folder: Path, stem: str) -> Path:
     return found[0] if found else _other_index(folder, stem)
 
 
+def _entry_points(folder: Path | None, layout: Layout) -> list[Path]:
+    if folder is None:
+        return []
+    return [folder / name for name in (layout.whole, layout.index) if (folder / name).exists()]
+
+
 def _other_index(folder: Path, stem: str) -> Path:
     """The index of a model that was saved under another name, if there is just one."""
     others = sorted(folder.glob("*.index.json"))
     if len(others) == 1 and stem == "model":
         return others[0]
     seen = f"{len(others)} indexes ({some([path.name for path in others])})" if others else "no index"
-    names = ", ".join(layout_of(stem, safe).whole for safe in (True, False))
+    names = ", ".join(layout.whole for layout in layouts_of(stem))
     raise CheckpointError(f"{folder} holds no model: there is none of {names}, and {seen}.")

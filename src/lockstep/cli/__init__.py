@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from lockstep import __version__
 from lockstep.errors import LockstepError
+from lockstep.rundir.printable import printable
 from lockstep.topology import standard_streams
 
 COMMANDS = {
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where it can still be heard that nobody reads
         return code
     except LockstepError as error:
-        print(f"lockstep {name}: {error}", file=sys.stderr)
+        print(f"lockstep {name}: {printable(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # Whoever reads has seen enough, as `head` does; what is left to be written at the end must not complain.

@@ -17,6 +17,9 @@ from lockstep.doctor import bundle
 from lockstep.errors import ConfigError
 from lockstep.rundir import names, place
 from lockstep.rundir.place import RunDirectory
+from lockstep.rundir.printable import printable
+
+_MOST_LEFT_OUT = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,22 +41,25 @@ def run(arguments: argparse.Namespace) -> int:
     directory, note = _directory(arguments.run, environ.get(names.VARIABLE))
     redactor = bundle.redactor_for(directory, environ, sys.argv)
     parts = bundle.parts(directory, redactor, env=_env, findings=_findings)
+    gone = bundle.left_out(directory) if directory is not None else []
     plain: dict[str, Any] = {"run": str(directory.path) if directory is not None else None, "note": note}
     if arguments.list:
         listed = [{"name": part.name, "what": part.what} for part in parts]
-        print(json.dumps({**plain, "contents": listed}, indent=2) if arguments.json else _listing(parts, note))
+        skipped = [asdict(item) for item in gone]
+        shown = {**plain, "contents": listed, "left_out": skipped}
+        print(json.dumps(shown, indent=2) if arguments.json else _listing(parts, note, gone))
         return 0
     output = arguments.output if arguments.output is not None else _fresh(directory)
     if output.exists():
         raise ConfigError(f"{output} is there already. Name another file with --output, or remove it.")
     if not arguments.json:
-        print(_listing(parts, note), flush=True)
+        print(_listing(parts, note, gone), flush=True)
     about = {"lockstep": __version__, "made": time.strftime("%Y-%m-%d %H:%M:%S %z"), **redactor.data(plain)}
-    written = bundle.write(output, parts, about, _progress)
+    written = bundle.write(output, parts, about, _progress, gone)
     if arguments.json:
         print(json.dumps({"bundle": str(output), **plain, "contents": [asdict(item) for item in written]}, indent=2))
         return 0
-    print(f"\nWritten to {output} ({output.stat().st_size / 1024:.0f} KiB).")
+    print(f"\nWritten to {printable(str(output))} ({output.stat().st_size / 1024:.0f} KiB).")
     print(
         "Secrets are taken out as far as they can be known. Host names, paths, and what your script prints are in it: "
         "look through it before you hand it on."
@@ -81,7 +87,7 @@ def _fresh(directory: RunDirectory | None) -> Path:
     return path
 
 
-def _listing(parts: list[bundle.Part], note: str) -> str:
+def _listing(parts: list[bundle.Part], note: str, gone: list[bundle.LeftOut]) -> str:
     """The contents; files of one kind, such as a log for each rank, as one line."""
     rows = []
     for what, group in groupby(parts, key=lambda part: part.what):
@@ -91,12 +97,16 @@ def _listing(parts: list[bundle.Part], note: str) -> str:
     rows.append(("contents.json", "this list"))
     width = max(len(name) for name, _ in rows)
     lines = [*([note, ""] if note else []), "In the bundle:"]
-    return "\n".join([*lines, *(f"  {name:<{width}}  {what}" for name, what in rows)])
+    lines += [f"  {name:<{width}}  {what}" for name, what in rows]
+    if gone:
+        lines += ["", "Left out:", *(f"  {item.name}: {item.why}" for item in gone[:_MOST_LEFT_OUT])]
+        lines += [f"  and {len(gone) - _MOST_LEFT_OUT} more (--json)"] if len(gone) > _MOST_LEFT_OUT else []
+    return printable("\n".join(lines))
 
 
 def _progress(part: bundle.Part) -> None:
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{part.name}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{printable(part.name)}", end="", file=sys.stderr, flush=True)
         if part.name.endswith("doctor.txt"):
             print(" (a few seconds)", end="", file=sys.stderr, flush=True)
 

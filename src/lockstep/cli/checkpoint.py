@@ -14,10 +14,11 @@ from lockstep.checkpoint import commit, find
 from lockstep.checkpoint.disk import Disk
 from lockstep.cli import list_names
 from lockstep.errors import ConfigError
+from lockstep.rundir.printable import printable
 
 _ACTIONS = {
     "ls": "list them, with their step, size and age",
-    "verify": "read them through and compare every file with its hash",
+    "verify": "read them through and compare every file with its hash; list files that are not part of them",
     "prune": "delete the oldest, and keep --keep of those that are whole",
 }
 
@@ -40,6 +41,8 @@ class Row:
     """When it was saved, in UTC."""
     problems: list[str]
     """What is wrong with it."""
+    additional: list[str]
+    """After reading: files in its folder that are not part of it, and are never loaded."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +96,7 @@ def _row(path: Path, *, read: bool) -> Row:
         bytes=None if seen.manifest is None else seen.manifest.size,
         time=about["time"] if isinstance(about.get("time"), str) else None,
         problems=problems,
+        additional=find.additional(path) if read and seen.manifest is not None else [],
     )
 
 
@@ -106,19 +110,15 @@ def _prune(folder: Path, arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         gone = commit.surplus(folder, keep)
     else:
-        # Whoever writes there deletes by itself, and holds this claim while it does.
-        held = commit.claim(numbered[0][1], Disk(), numbered_in=folder)
-        try:
+        # Whoever writes there deletes by itself, and holds this lock while it does.
+        with commit.locked(folder, Disk()):
             gone = commit.prune(folder, keep, Disk())
-            commit.sweep(numbered[0][1], Disk(), all_numbered=True)
-        finally:
-            held.release()
     if arguments.json:
         print(json.dumps({"deleted": [str(path) for path in gone], "dry_run": arguments.dry_run}, indent=1))
     else:
         verb = "would delete" if arguments.dry_run else "deleted"
         for path in gone:
-            print(f"{verb} {path}")
+            print(printable(f"{verb} {path}"))
         left = len(numbered) - len(gone)
         print(f"{len(gone)} {'would be' if arguments.dry_run else ''} deleted, {left} left.".replace("  ", " "))
     return 0
@@ -127,6 +127,7 @@ def _prune(folder: Path, arguments: argparse.Namespace) -> int:
 def _print(rows: list[Row]) -> None:
     from rich.console import Console  # loaded where it is used: JSON needs none of it
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     for heading in ("checkpoint", "state", "updates", "processes", "size", "saved"):
@@ -135,15 +136,24 @@ def _print(rows: list[Row]) -> None:
         size = "-" if row.bytes is None else _size(row.bytes)
         cells = [row.updates, row.world_size]
         table.add_row(
-            os.path.basename(row.path), row.state, *("-" if cell is None else str(cell) for cell in cells), size,
-            row.time or "-", style="red" if row.problems else None,
-        )  # fmt: skip
+            Text(printable(os.path.basename(row.path))),
+            row.state,
+            *("-" if cell is None else str(cell) for cell in cells),
+            size,
+            Text(printable(row.time or "-")),
+            style="red" if row.problems else None,
+        )
     width = None if sys.stdout.isatty() else 120
     console = Console(width=width, highlight=False, soft_wrap=True)
     console.print(table)
     for row in rows:
         for problem in row.problems:
-            console.print(f"{os.path.basename(row.path)}: {problem}", markup=False)
+            console.print(Text(printable(f"{os.path.basename(row.path)}: {problem}")))
+        if row.additional:
+            shown = ", ".join(row.additional[:10])
+            more = "" if len(row.additional) <= 10 else f" and {len(row.additional) - 10} more"
+            count = f"{len(row.additional)} files are not part of it, and are never loaded"
+            console.print(Text(printable(f"{os.path.basename(row.path)}: {count}: {shown}{more}")))
 
 
 def _size(count: float) -> str:

@@ -15,6 +15,7 @@ from lockstep.doctor.checks import CHECKS
 from lockstep.doctor.finding import Finding, exit_code, told
 from lockstep.doctor.run import run_checks
 from lockstep.doctor.situation import Situation
+from lockstep.rundir.printable import printable
 from lockstep.topology import environments
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(json.dumps(told(findings), indent=2))
         else:
-            print("\n".join([*table.lines(findings), table.summary(findings)]))
+            print(printable("\n".join([*table.lines(findings), table.summary(findings)])))
         return exit_code(findings)
     findings = []
     if place.local_rank == 0:

@@ -9,6 +9,7 @@ import sys
 from lockstep.config import env
 from lockstep.doctor import table
 from lockstep.doctor.finding import exit_code, told
+from lockstep.rundir.printable import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,10 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
         env.snapshot(),
         all_pairs=arguments.all_pairs,
         program=arguments.ssh,
-        said=lambda text: print(f"lockstep doctor mpi: {text}", file=sys.stderr, flush=True),
+        said=lambda text: print(f"lockstep doctor mpi: {printable(text)}", file=sys.stderr, flush=True),
     )
     if arguments.json:
         print(json.dumps(told(findings), indent=2))
     else:
-        print("\n".join([*table.lines(findings), table.summary(findings)]))
+        print(printable("\n".join([*table.lines(findings), table.summary(findings)])))
     return exit_code(findings)

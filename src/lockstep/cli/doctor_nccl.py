@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
+from lockstep.rundir.printable import printable
 
 if TYPE_CHECKING:
     from lockstep.doctor.nccl.read import Reading, Watch
@@ -83,8 +84,8 @@ def _show(reading: Reading, *, as_json: bool, **more: object) -> None:
         print(json.dumps(shown, indent=2))
         return
     for name, value in more.items():
-        print(f"{name}: {value}")
-    print("\n".join(report.lines(reading)))
+        print(printable(f"{name}: {value}"))
+    print(printable("\n".join(report.lines(reading))))
 
 
 @contextmanager

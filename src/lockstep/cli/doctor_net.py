@@ -17,6 +17,7 @@ from lockstep.config import env
 from lockstep.doctor import table
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.rundir import names
+from lockstep.rundir.printable import printable
 
 if TYPE_CHECKING:
     from lockstep.doctor.finding import Finding
@@ -166,7 +167,7 @@ def in_rank(
             report, _ = program.examine(options, said=progress.say, alarm=progress.alarm, own_findings=own_findings)
     except LockstepError as error:
         finding = program.cannot_start(error, rank)
-        print("\n".join(table.lines([finding])), file=sys.stderr, flush=True)
+        print(printable("\n".join(table.lines([finding]))), file=sys.stderr, flush=True)
         program.finish(1)
         return 1
     code = 0 if report is None else _publish(report, as_json=as_json, page=page, picture=picture, rates=options.rates)
@@ -208,7 +209,7 @@ def _publish(report: Report, *, as_json: bool, page: Path | None, picture: Path 
         return exit_code(findings)
     shown = program.judged(report, brief=True)
     lines = show.lines(report, shown) if rates else table.lines(shown)
-    print("\n".join([*lines, table.summary(findings)]))
+    print(printable("\n".join([*lines, table.summary(findings)])))
     return exit_code(findings)
 
 
@@ -239,7 +240,7 @@ class _Progress:
             return
         self.pause = min(_SELDOM, 2 * self.pause) if same else _OFTEN
         self.last, self.text = now, text
-        print(f"lockstep doctor: {now - self.started:5.1f} s  {text}", file=sys.stderr, flush=True)
+        print(f"lockstep doctor: {now - self.started:5.1f} s  {printable(text)}", file=sys.stderr, flush=True)
 
     def alarm(self, findings: list[Finding]) -> None:
-        print("\n".join(table.lines(findings)), file=sys.stderr, flush=True)
+        print(printable("\n".join(table.lines(findings))), file=sys.stderr, flush=True)

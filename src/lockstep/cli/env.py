@@ -10,12 +10,13 @@ import argparse
 import json
 import os
 import platform
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from lockstep.rundir.printable import printable
 
 if TYPE_CHECKING:
     from lockstep.config.file import ConfigFile
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 PATIENCE = 20.0
 """Seconds that one part may take: a broken driver, or a name server that is away, can keep it waiting forever."""
 
-_HIDDEN = "(hidden)"
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _PREFIXES = (
     *("LOCKSTEP_", "ACCELERATE_", "NCCL_", "TORCH_NCCL_", "RCCL_", "GLOO_", "MASTER_", "TORCH_DISTRIBUTED_"),
     *("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PALS_", "FSDP_", "OMP_", "MKL_NUM_"),
@@ -75,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         plain = {part: {name: fact.plain() for name, fact in facts.items()} for part, facts in report.items()}
         print(json.dumps(plain, indent=2))
     else:
-        print("\n".join(render(report)))
+        print(printable("\n".join(render(report))))
     unread = report["settings"].get("configuration file")
     if arguments.config_file is not None and unread is not None and unread.error is not None:
         print(f"lockstep env: {unread.error}", file=sys.stderr)
@@ -485,11 +483,13 @@ def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, Fact]]:
 
 def _shown(name: str, value: Any) -> Any:
     """The value, unless it looks like a secret; on one line."""
-    if _SECRET.search(name):
-        return _HIDDEN
+    from lockstep.doctor.redact import HIDDEN, Redactor, names_a_secret
+
+    if names_a_secret(name):
+        return HIDDEN
     if not isinstance(value, str):
         return value
-    return _USER_IN_URL.sub(_HIDDEN, value.encode("unicode_escape").decode("ascii") if "\n" in value else value)
+    return Redactor().text(value.encode("unicode_escape").decode("ascii") if "\n" in value else value)
 
 
 def _yes_or_no(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import sys
@@ -21,6 +20,7 @@ from lockstep.numerics.frames import Frame, Stat
 from lockstep.numerics.read_trace import Run, Trace
 from lockstep.numerics.tolerance import ABSOLUTE
 from lockstep.numerics.trace import number
+from lockstep.rundir.printable import printable
 from lockstep.rundir.ranks import name_ranks, number_ranks
 
 if TYPE_CHECKING:
@@ -254,7 +254,10 @@ def _show(found: Diff, names: Sequence[str], limit: int) -> None:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
-    say = functools.partial(console.print, soft_wrap=True)
+
+    def say(text: str, style: str | None = None) -> None:
+        console.print(printable(text), soft_wrap=True, style=style)
+
     compared = (
         f"{found.tensors} tensors in {len(found.batches)} batch{'' if len(found.batches) == 1 else 'es'} compared"
     )
@@ -291,7 +294,7 @@ def _table(console: Console, differences: Sequence[Difference], names: Sequence[
         table.add_column(heading, justify="right" if heading in ("batch", "rank") else "left", overflow="fold")
     short = [os.path.basename(os.path.normpath(name)) for name in names]
     for heading in (*(short if short[0] != short[1] else ("first", "second")), "apart", "tolerated"):
-        table.add_column(Text(heading), justify="right", overflow="fold")
+        table.add_column(Text(printable(heading)), justify="right", overflow="fold")
     for one in differences:
         cells = (
             str(one.batch),
@@ -305,7 +308,7 @@ def _table(console: Console, differences: Sequence[Difference], names: Sequence[
             f"{one.relative:.2g}" if one.relative < float("inf") else "",
             f"{one.tolerance:.1g}",
         )
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     console.print(table)
 
 
@@ -343,6 +346,6 @@ def _html(arguments: argparse.Namespace) -> int:
     with _progress(run):
         rows, batches = write_page(traces, out, title=title, notes=lambda: run.notes)
     for note in run.notes:
-        print(f"Note: {note}", file=sys.stderr)
-    print(f"{out}: {rows} rows, {batches} batches.")
+        print(printable(f"Note: {note}"), file=sys.stderr)
+    print(f"{printable(str(out))}: {rows} rows, {batches} batches.")
     return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import linecache
 import os
 import re
 import signal
@@ -24,30 +23,20 @@ from lockstep.blackbox.snapshot import Snapshot
 from lockstep.cli import watch
 from lockstep.config import env
 from lockstep.errors import ConfigError
+from lockstep.guard.crash import Frame, format_stack, main_stack
 from lockstep.guard.whereabouts import span
 from lockstep.rundir import names, place
 from lockstep.rundir.place import RunDirectory
+from lockstep.rundir.printable import printable
+from lockstep.rundir.regular_file import open_regular
 
 LIMIT = 3.0
 """Seconds that the ranks have to write."""
 _QUIET = 0.2
 """Seconds without growth after which a file counts as written."""
 _LARGEST_PID = 1 << 22
-_HEADING = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.*:$")
-_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)$')
-_STARTERS = re.compile(r"^<frozen runpy>$|/lockstep/launch/worker\.py$|/runpy\.py$")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Frame:
-    """One line of a stack."""
-
-    file: str
-    """The file."""
-    line: int
-    """The line in it; 0 when it is not known."""
-    function: str
-    """What is being run there."""
+_LARGEST = 1 << 22
+"""Bytes of stacks that are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n\n".join(show(one) for one in told))
         if not arguments.run or not _is_pid(arguments.run):
             note = watch.absent(boxes)
-            print(f"\n{note}" if note else "", end="\n" if note else "")
+            print(f"\n{printable(note)}" if note else "", end="\n" if note else "")
     return 0 if any(one.stack for one in told) else 1
 
 
@@ -260,34 +249,14 @@ def _length(path: Path) -> int:
 
 def _read(path: Path, start: int) -> str:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(start)
-            return file.read().decode(errors="replace")
+            return file.read(_LARGEST).decode(errors="replace")
     except OSError:
         return ""
 
 
 # ---------------------------------------------------------------- what they wrote
-
-
-def main_stack(text: str) -> tuple[Frame, ...]:
-    """The main thread's frames, innermost last, of what faulthandler wrote."""
-    threads: list[list[Frame]] = []
-    main = -1  # it lists that thread as the last one
-    lines = text.splitlines()
-    for line in lines:
-        if heading := _HEADING.match(line):
-            threads.append([])
-            if heading[1] == "Current thread" and "..." in lines:
-                # Too many threads to list them all; the main one is the one that Linux prefers to give the signal to.
-                main = len(threads) - 1
-        elif threads and (frame := _FRAME.match(line)):
-            number = int(frame[2]) if frame[2].isdecimal() else 0
-            threads[-1].append(Frame(file=frame[1], line=number, function=frame[3]))
-    frames = threads[main][::-1] if threads else []
-    while len(frames) > 1 and _STARTERS.search(frames[0].file):
-        del frames[0]
-    return tuple(frames)
 
 
 def show(told: Told) -> str:
@@ -297,10 +266,7 @@ def show(told: Told) -> str:
     line += f" at {told.site}" if told.site else ""
     line += f" for {span(told.seconds)}" if told.seconds is not None else ""
     lines = [line]
-    for frame in told.stack:
-        lines.append(f'  File "{frame.file}", line {frame.line or "?"}, in {frame.function}')
-        source = linecache.getline(frame.file, frame.line).strip() if frame.line else ""
-        lines += [f"    {source}"] if source else []
+    lines += format_stack(told.stack)
     if told.problem:
         lines.append(f"  {told.problem}")
-    return "\n".join(lines)
+    return printable("\n".join(lines))

@@ -22,6 +22,7 @@ from lockstep.guard.watcher import together
 from lockstep.guard.whereabouts import ending, label, raw_name, span, whereabouts
 from lockstep.rundir import names, place
 from lockstep.rundir.place import RunDirectory
+from lockstep.rundir.printable import printable
 from lockstep.rundir.ranks import name_ranks
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ def render(directory: RunDirectory, found: Sequence[Row], note: str = "") -> Ren
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(f"lockstep: {directory.path.name}"), title_justify="left")
+    table = Table(title=Text(printable(f"lockstep: {directory.path.name}")), title_justify="left")
     for heading, right in (("rank", True), ("host", False), ("step", True), ("in", False), ("for", True)):
         table.add_column(heading, justify="right" if right else "left", overflow="fold", no_wrap=heading == "for")
     for heading in ("steps/s", "memory"):
@@ -247,8 +248,8 @@ def render(directory: RunDirectory, found: Sequence[Row], note: str = "") -> Ren
             "" if row.steps_per_second is None else f"{row.steps_per_second:.2f}",
             "" if row.memory_bytes is None else _size(row.memory_bytes),
         )
-        table.add_row(*(Text(cell) for cell in cells), style=_STYLES.get(row.state))
-    return Group(table, Text(note)) if note else table
+        table.add_row(*(Text(printable(cell)) for cell in cells), style=_STYLES.get(row.state))
+    return Group(table, Text(printable(note))) if note else table
 
 
 def _size(count: int) -> str:

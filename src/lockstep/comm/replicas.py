@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.comm.raw_bytes import as_bytes
 from lockstep.rundir.ranks import name_ranks
 
 _HEADER = struct.Struct("<QI")
@@ -59,7 +60,7 @@ def checksums(steps: int, parameters: Iterable[Tensor]) -> Checksums:
 def _bits(values: Tensor) -> Tensor:
     """The checksum of a tensor, as a tensor that is still where the values are."""
     flat = values.to_dense() if values.is_sparse else values
-    data = flat.contiguous().view(-1).view(torch.uint8)
+    data = as_bytes(flat.contiguous())
     whole = data.numel() // 8 * 8
     head = data[:whole]
     if head.storage_offset() % 8:

@@ -364,9 +364,12 @@ def _combine(group: Group, leaves: list[Tensor], signature: tuple[Any, ...], tre
         for dtype, kind in dtypes:
             places = [place for place, leaf in enumerate(leaves) if (leaf.dtype, leaf.device.type) == (dtype, kind)]
             chosen = [leaves[place] for place in places]
-            flat = (
-                torch.cat([leaf.reshape(-1) for leaf in chosen]) if len(chosen) > 1 else chosen[0].reshape(-1).clone()
-            )
+            if len(chosen) == 1:
+                found[places[0]] = alone = chosen[0].clone(memory_format=torch.contiguous_format)
+                if alone.numel():
+                    _combine_in_place(group, alone, largest)
+                continue
+            flat = torch.cat([leaf.reshape(-1) for leaf in chosen])
             if flat.numel():
                 _combine_in_place(group, flat, largest)
             pieces = flat.split([leaf.numel() for leaf in chosen])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
+from lockstep.comm.raw_bytes import as_bytes
 from lockstep.topology.group import Group
 
 OPTIONS = AllgatherOptions()
@@ -16,7 +17,7 @@ CARRIED = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, tor
 def all_gather(group: Group, result: Tensor, source: Tensor, doing: str = "gathering tensors") -> None:
     """Called on: all ranks. Every rank's ``source`` one after the other in ``result``, both contiguous."""
     if source.dtype not in CARRIED:
-        source, result = source.view(-1).view(torch.uint8), result.view(-1).view(torch.uint8)
+        source, result = as_bytes(source), as_bytes(result)
     group.wait(group.carriers[source.device]._allgather_base(result, source, OPTIONS), doing)
 
 

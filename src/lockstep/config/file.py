@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import file_keys
+from lockstep.config import file_keys, yaml_limits
 from lockstep.config.choices import DebugTool, DistributedType, PrecisionType
+from lockstep.config.limited import read_limited
 from lockstep.errors import ConfigError
 
 
@@ -89,13 +90,13 @@ def read(path: str | os.PathLike[str]) -> ConfigFile:
 
 def _load(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_limited(path, yaml_limits.LARGEST).decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(
             f"The configuration file {path} does not exist. `lockstep config --config_file {path}` writes it."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = (error.strerror or error) if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"The configuration file {path} cannot be read: {reason}.") from None
     # A tab is a blank in JSON and a mistake in YAML; within JSON's strings there is none.
     return text.replace("\t", " ") if path.suffix == ".json" else text
@@ -105,6 +106,7 @@ def _parse(path: Path, text: str, problems: list[str]) -> dict[str, _Entry]:
     import yaml
 
     try:
+        yaml_limits.check(path, yaml.parse(text, Loader=yaml.SafeLoader))
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 
+from lockstep.config import host_name
 from lockstep.errors import TopologyError
 
 MOST_HOSTS = 65536
@@ -55,6 +56,10 @@ def _name(text: str, start: int, room: int) -> tuple[list[str], int]:
         position = match.end()
     if not pieces:
         raise _bad(text, f"a host's name is missing at character {start + 1}")
+    # One stands for all: they differ in digits only.
+    if not host_name.is_host("".join(part[0] for part in pieces)):
+        name = shortened(text[start:position])
+        raise _bad(text, f"{name} is not a host's name; allowed are {host_name.ALLOWED}")
     return ["".join(parts) for parts in itertools.product(*pieces)], position
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, Subset
 
+from lockstep.config.signed_store import from_fields
 from lockstep.data.round import Round
 from lockstep.data.sampler import SeedableRandomSampler
 from lockstep.topology.group import Group
@@ -139,23 +140,21 @@ class Audit:
 def _exchange(group: Group, name: str, report: Report, bitmap: bytes) -> tuple[list[Report], list[bytes]] | None:
     """Post a result; all of them for the rank that posts the last one, None for the others, or where one is odd."""
     store = group.store
-    place = f"audit/generation_{group.generation}/{name}"
-    keys = [f"{place}/{rank}" for rank in range(group.world_size)]
-    store.set(keys[group.rank], json.dumps(asdict(report)).encode() + b"\n" + bitmap)  # type: ignore[arg-type]
-    # Each rank posts before it counts, so whoever completes the count finds everything there. Checked nonetheless: to
-    # get what is not there would wait.
-    if store.add(f"{place}/posted", 1) != group.world_size or not store.check(keys):
+    keys = [group.key(f"audit/{name}/{rank}") for rank in range(group.world_size)]
+    store.set(keys[group.rank], json.dumps(asdict(report)).encode() + b"\n" + bitmap)
+    # Each rank posts before it looks, so the last one finds everything there. Of two that do, the one that removes the
+    # first key goes on.
+    found = store.peek_all(keys, _read_posted)
+    if found is None or not store.delete(keys[0]):
         return None
-    reports, bitmaps = [], []
-    for key in keys:
-        text, _, bits = store.get(key).partition(b"\n")
-        store.delete_key(key)
-        try:
-            reports.append(Report(**json.loads(text)))
-        except (TypeError, ValueError):
-            return None  # posted by another version
-        bitmaps.append(bits)
-    return reports, bitmaps
+    for key in keys[1:]:
+        store.delete(key)
+    return [report for report, _ in found], [bits for _, bits in found]
+
+
+def _read_posted(data: bytes) -> tuple[Report, bytes]:
+    text, _, bits = data.partition(b"\n")
+    return from_fields(Report, text), bits
 
 
 def count(bitmaps: list[bytes], bottom: int) -> Tensor | None:

@@ -71,6 +71,10 @@ class CurrentBatch:
 
     # --- who is who --------------------------------------------------------------------------------------------
 
+    def awaits_training(self, iteration: Iteration) -> bool:
+        """Whether an iteration that is trained on has handed out a batch since the last backward."""
+        return iteration.trained and iteration.drawn_at > self._draws_trained
+
     @property
     def trains(self) -> bool:
         """Whether anything that was drawn has been trained on."""

@@ -24,22 +24,29 @@ def save(loader: PreparedDataLoader) -> dict[str, Any]:
     """Where the loader stands: in the iteration that is trained on, or at the next one's beginning."""
     shard, generator, epoch = loader.shard, sampler_generator(loader.inner), loader._epoch
     iteration, pending = epoch.place(loader._current_batch.trains), shard.again is not None
-    begun, untouched = iteration is not None, False
+    begun, waiting = iteration is not None, False
+    batches, snapshot = shard.restored, None
     seedable = _seedable(loader.inner)
     if iteration is None:
         places, state = shard.places(max(1, loader.inner.num_workers)), shard.again
         if not pending and generator is not None:
             state = generator.get_state()
     else:
-        # Of a loader that is trained on, a batch that was not is one that the training has still to come to.
+        # Of a loader that is trained on, a batch that was not is one that the training has still to come to: that of a
+        # loop that was left at the top of its body, and of a state that is saved there. One that was skipped is passed
+        # when the next is drawn.
         untouched = epoch.trains and not iteration.trained
-        places, state = list(iteration.start if untouched else iteration.places), iteration.began
+        waiting = loader._current_batch.awaits_training(iteration)
+        places = iteration.start if untouched else iteration.places_before if waiting else iteration.places
+        places, state = list(places), iteration.began
+        batches = iteration.passed + (0 if untouched else iteration.turn - waiting)
+        snapshot = None if untouched else iteration.snapshot_before if waiting else iteration.snapshot
     return {
         "version": _VERSION,
         "epoch": loader.iteration if iteration is None else iteration.number,
         "places": places,
-        "batches": shard.restored if iteration is None else iteration.passed + (0 if untouched else iteration.turn),
-        "ended": iteration is not None and iteration.end_of_dataloader,
+        "batches": batches,
+        "ended": iteration is not None and iteration.end_of_dataloader and not waiting,
         "length": length_of(loader.dataset),
         "generator": None if state is None else state.clone(),
         "begun": begun or pending,
@@ -48,12 +55,12 @@ def save(loader: PreparedDataLoader) -> dict[str, Any]:
         "seed": None if seedable is None else seedable.seed,
         "sampler_epoch": None if seedable is None else seedable.epoch if iteration is None else iteration.began_epoch,
         "world_size": loader._group.world_size,
-        "inner": None if iteration is None or untouched else iteration.snapshot,
+        "inner": snapshot,
     }
 
 
-def load(loader: PreparedDataLoader, state: dict[str, Any]) -> None:
-    """Have the next iteration go on where the state was taken."""
+def check(loader: PreparedDataLoader, state: dict[str, Any]) -> None:
+    """Raise where the loader cannot go on from a state; nothing has changed then."""
     if state.get("version") != _VERSION:
         raise DataError(
             f"This is no state of a prepared loader (version {state.get('version')!r}, expected {_VERSION}). "
@@ -72,6 +79,19 @@ def load(loader: PreparedDataLoader, state: dict[str, Any]) -> None:
             f"The state was taken in the middle of an epoch of {state['length']} samples; this data set has {length}. "
             "Going on would lose or repeat samples: load the same data, or start with a new epoch."
         )
+    workers = max(1, loader.inner.num_workers)
+    streams = isinstance(shard, ShardedIterable) and loader.reads and any(places) and not ended
+    if streams and len(places) != workers and not _goes_on_by_itself(loader, state):
+        raise DataError(
+            f"The state of this iterable data set was taken with {len(places)} worker(s), each with a stream of its "
+            f"own; this loader has {workers}. Use the same num_workers."
+        )
+
+
+def load(loader: PreparedDataLoader, state: dict[str, Any]) -> None:
+    """Have the next iteration go on where the state was taken."""
+    check(loader, state)
+    shard, places, ended = loader.shard, list(state["places"]), bool(state.get("ended"))
     shard.forget()
     seedable = _seedable(loader.inner)
     if seedable is not None and state["seed"] is not None:
@@ -113,8 +133,7 @@ def _pass_over(loader: PreparedDataLoader, shard: Shard) -> None:
 def _place_stream(loader: PreparedDataLoader, shard: ShardedIterable, places: list[int], state: dict[str, Any]) -> None:
     if not loader.reads:
         return
-    workers = max(1, loader.inner.num_workers)
-    if state["inner"] is not None and state["world_size"] == loader._group.world_size and _stateful(loader.inner):
+    if _goes_on_by_itself(loader, state):
         if any(places):
             loader.inner.load_state_dict(state["inner"])  # type: ignore[attr-defined]
             shard.counted_from = places
@@ -123,13 +142,14 @@ def _place_stream(loader: PreparedDataLoader, shard: ShardedIterable, places: li
             loader.inner.load_state_dict(state["inner"])  # type: ignore[attr-defined]
             iter(loader.inner)
         return
-    if any(places) and len(places) != workers:
-        raise DataError(
-            f"The state of this iterable data set was taken with {len(places)} worker(s), each with a stream of its "
-            f"own; this loader has {workers}. Use the same num_workers."
-        )
     if any(places):
         shard.starts = places
+
+
+def _goes_on_by_itself(loader: PreparedDataLoader, state: dict[str, Any]) -> bool:
+    """Whether torchdata's loader has said where it stood, and can be told."""
+    same = state["inner"] is not None and state["world_size"] == loader._group.world_size
+    return same and _stateful(loader.inner)
 
 
 def _stateful(inner: DataLoader[Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
 from contextlib import suppress
 from types import TracebackType
@@ -28,6 +29,25 @@ def tell(error: Exception, group: Group, round_: Round | None) -> None:
         details = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         with suppress(RuntimeError):  # the store may be gone; the user's own error is the one to show
             group.end(f"{what}: {_line(error)}", leaving=True, details=details)
+
+
+def of_lost_worker(error: Exception, batches: Any) -> Exception:
+    """The error that names a worker of torch's loader that died while it handed a batch over; else the error itself.
+
+    Torch names a worker that it finds dead while it waits. The connection to one that dies a moment later breaks with
+    an error that says nothing of it.
+    """
+    if not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) or "worker process" in str(error):
+        return error
+    lost = [(worker.pid, worker.exitcode) for worker in getattr(batches, "_workers", ()) if worker.exitcode]
+    if not lost:
+        return error
+    pid, code = lost[0]
+    how = f"was killed by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"exited with code {code}"
+    return RuntimeError(
+        f"DataLoader worker (pid {pid}) {how} while it handed over a batch. If nobody killed it, memory is the first "
+        "suspect: look for the out-of-memory killer in `dmesg`, and at the size of /dev/shm."
+    )
 
 
 def _line(error: Exception) -> str:

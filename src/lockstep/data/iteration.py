@@ -53,6 +53,9 @@ class Iteration:
         """How far it has handed out, for each worker of a stream."""
         self.snapshot: Any = None
         """The state of a stateful inner loader after the batch being worked on."""
+        self.places_before: list[int] = []
+        self.snapshot_before: Any = None
+        """The same before that batch, for a state that is taken when nobody has trained on it yet."""
         self._read_state: Any = None
         """The same after the batch that was read last: one ahead."""
         self.began: Tensor | None = None
@@ -131,7 +134,7 @@ class Iteration:
             # One that is collected late does not end the phase of what has begun since.
             if current.newest in (self, None):
                 box.phase("")
-            self._end(inner, shard, exhausted)
+            self._end(loader, inner, shard, exhausted)
 
     def _begin(self, inner: DataLoader[Any], shard: Shard) -> None:
         loader = self.loader
@@ -144,8 +147,9 @@ class Iteration:
         if not loader.reads:
             shard.forget()
 
-    def _end(self, inner: DataLoader[Any], shard: Shard, exhausted: bool) -> None:
-        loader, current, clock = self.loader, self.loader._current_batch, self.loader._group.clock
+    def _end(self, loader: Any, inner: DataLoader[Any], shard: Shard, exhausted: bool) -> None:
+        # Handed in: of a loader and an iteration that are collected together, ``self.loader`` is None already.
+        current, clock = loader._current_batch, loader._group.clock
         current.ended(self)
         self.epoch.ends(self, exhausted)
         loader.give_back(inner, shard)
@@ -172,13 +176,16 @@ class Iteration:
         for following, next_round in batches:
             # On its way to the device while the one before it is computed on.
             following = following if start is None else start(following)
-            self.snapshot = snapshot
+            self._hand_out(snapshot)
             round_.pass_on(places)
             yield batch, round_, False
             batch, round_, snapshot = following, next_round, self._read_state
-        self.snapshot = self._read_state
+        self._hand_out(self._read_state)
         round_.pass_on(places)
         yield batch, round_, True
+
+    def _hand_out(self, snapshot: Any) -> None:
+        self.places_before, self.snapshot_before, self.snapshot = list(self.places), self.snapshot, snapshot
 
     def _dispatched(self, inner: DataLoader[Any], shard: Shard) -> Iterator[Item]:
         """What rank 0 reads for this rank."""
@@ -197,6 +204,7 @@ class Iteration:
             except Exception as error:
                 self._tell(error, None)  # says nothing twice
                 raise
+            self._hand_out(self.snapshot)
             if len(places) == 1:
                 self.start[0] = self.start[0] if self.turn else round_.start
                 places[0] = round_.end
@@ -227,6 +235,7 @@ class Iteration:
         coming = shard.coming
         drops = shard.batches_to_drop(inner.num_workers) if isinstance(shard, ShardedIterable) else 0
         tails: list[WorkerTail] = []
+        batches: Any = None
         try:
             batches = iter(inner)
             if stream and inner.num_workers:
@@ -261,8 +270,16 @@ class Iteration:
             if isinstance(shard, ShardedIterable) and tails:
                 yield from self._tail(inner, shard, tails, drops)
         except Exception as error:
-            self._tell(error, shard.latest if stream else coming[0] if coming else None)
-            raise
+            raised = self._named(error, batches)
+            self._tell(raised, shard.latest if stream else coming[0] if coming else None)
+            if raised is error:
+                raise
+            raise raised from error
+
+    def _named(self, error: Exception, batches: Any) -> Exception:
+        from lockstep.data import failure  # loaded when something has failed
+
+        return failure.of_lost_worker(error, batches)
 
     def _tail(
         self, inner: DataLoader[Any], shard: ShardedIterable, tails: list[WorkerTail], drops: int

@@ -93,6 +93,8 @@ class PreparedDataLoader(DataLoader[Any]):
         """Called once, when the next iteration has its first batch ready, or knows that there is none."""
         self.is_copy = False
         """Whether it was copied from a prepared loader."""
+        self.original: DataLoader[Any] | None = None
+        """The user's loader, for another accelerator to prepare; None in a copy."""
 
     # --- what it is --------------------------------------------------------------------------------------------
 
@@ -188,6 +190,10 @@ class PreparedDataLoader(DataLoader[Any]):
         """Where the loader stands, for any number of processes to go on from."""
         return cursor.save(self)
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise where ``load_state_dict`` would, and change nothing."""
+        cursor.check(self, state)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next iteration go on where the state was taken: each sample that was left comes once."""
         cursor.load(self, state)
@@ -230,6 +236,7 @@ class PreparedDataLoader(DataLoader[Any]):
             "_epoch": self._epoch,
             "_name": "",
             "is_copy": True,
+            "original": None,
         }
 
     def __getstate__(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm import objects, tensors, trees, verify
+from lockstep.comm.raw_bytes import as_bytes
 from lockstep.data.round import ItemCounts, Round
 from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.topology.group import Group
@@ -168,8 +169,7 @@ class _Parcel:
         self.dtype = tensor.dtype
         self.shape = tuple(tensor.shape)
         dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-        flat = dense.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-        self.data = flat.view(torch.uint8).numpy().tobytes()
+        self.data = as_bytes(dense.cpu().resolve_conj().resolve_neg().contiguous()).numpy().tobytes()
 
     def open(self, device: torch.device) -> Tensor:
         """The tensor: in host memory if it was there, else on this rank's device."""

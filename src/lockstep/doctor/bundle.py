@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,20 +22,29 @@ from lockstep.doctor.redact import Redactor
 from lockstep.errors import ConfigError
 from lockstep.guard.diagnose import diagnose
 from lockstep.guard.explain import explain
+from lockstep.guard.source import read_lines
 from lockstep.guard.watcher import together
 from lockstep.rundir import place, words
 from lockstep.rundir.place import RunDirectory
+from lockstep.rundir.printable import printable, uncoloured
+from lockstep.rundir.regular_file import Listed, list_regular, open_regular, read_json, read_regular
 
 LINES = 200
 """Lines of a log that are taken, from its end."""
+FIRST_LINES = 50
+"""Lines from its beginning, of one that is longer than `_WINDOW`."""
 _WINDOW = 1 << 18
-"""Bytes from the end of a log that are looked at."""
+"""Bytes of a log that are taken, from its end; a quarter of it from the beginning."""
+_MARGIN = 1 << 16
+"""Bytes that are read beyond, and not taken: a secret that a cut goes through shows what it is by what is around it."""
 _LONGEST = 4000
 """Characters of a line."""
 _HISTORY = 16
 """Collectives of a rank."""
-_LARGEST_FILE = 16 << 20
+_LARGEST_FILE = 4 << 20
 """Bytes of a file that is taken whole."""
+_LARGEST = 128 << 20
+"""Bytes of the whole, unpacked: what comes after is left out."""
 _MOST_RANKS = 4096
 """Ranks whose logs are taken; of more, those with the smallest numbers."""
 
@@ -65,6 +73,16 @@ class Written:
     """Its bytes, unpacked."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A file of the run that is not in the zip."""
+
+    name: str
+    """Its place in the run directory."""
+    why: str
+    """Why not."""
+
+
 def redactor_for(directory: RunDirectory | None, environ: Mapping[str, str], argv: Sequence[str] = ()) -> Redactor:
     """One that knows the secrets of this environment, of the job's command line, and of its ranks that still run."""
     found = Redactor().learn(environ, argv)
@@ -72,7 +90,7 @@ def redactor_for(directory: RunDirectory | None, environ: Mapping[str, str], arg
         return found
     for file in (directory.config, directory.env):
         with suppress(OSError, ValueError, RecursionError):
-            found.learn_from(json.loads(_whole(file)))
+            found.learn_from(read_json(file, below=directory.path, limit=_LARGEST_FILE))
     for box in _boxes(directory):
         found.learn(processes.environ_of(box.pid) if box.alive and box.host == os.uname().nodename else {})
     return found
@@ -96,19 +114,47 @@ def parts(
     return made
 
 
-def write(output: Path, made: Sequence[Part], about: Mapping[str, Any], told: Callable[[Part], None]) -> list[Written]:
+def left_out(directory: RunDirectory) -> list[LeftOut]:
+    """What lies where the bundle looks, and is not taken: links, pipes, devices, and logs that are elsewhere."""
+    files = (directory.config, directory.env, directory.diagnosis_text, directory.diagnosis)
+    found = [listed for file in files for listed in list_regular(file, directory.path, 1) if listed.why_not]
+    for folder in (directory.words(0).parent, directory.boxes, *(folder for folder, _ in _folders(directory))):
+        found += [listed for listed in _listed(directory, folder) if listed.why_not]
+    made = [LeftOut(name=str(one.path.relative_to(directory.path)), why=one.why_not) for one in found]
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        asked = str(read_json(directory.config, below=directory.path)["options"]["log_dir"]["value"] or "")
+        if asked and not Path(asked).is_relative_to(directory.path):
+            made.append(LeftOut(name="logs", why=f"the ranks' output is outside the run directory, in {asked}"))
+    return made
+
+
+def write(
+    output: Path,
+    made: Sequence[Part],
+    about: Mapping[str, Any],
+    told: Callable[[Part], None],
+    gone: Sequence[LeftOut] = (),
+) -> list[Written]:
     """Make the parts and write the zip; ``told`` is called before each. Nobody else can read it."""
     draft = output.with_name(f".{output.name}.{os.getpid()}")
     written: list[Written] = []
     try:
         handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            gone = list(gone)
             for part in made:
                 told(part)
                 data = _made(part).encode("utf-8", "backslashreplace")
+                if sum(item.size for item in written) + len(data) > _LARGEST:
+                    gone.append(LeftOut(name=part.name, why=f"the bundle would have more than {_LARGEST >> 20} MiB"))
+                    continue
                 archive.writestr(part.name, data)
                 written.append(Written(name=part.name, what=part.what, size=len(data)))
-            contents = {**about, "contents": [asdict(item) for item in written]}
+            contents = {
+                **about,
+                "contents": [asdict(item) for item in written],
+                "left_out": [asdict(it) for it in gone],
+            }
             archive.writestr("contents.json", json.dumps(contents, indent=1) + "\n")
         # Not over a file that was not there before: two may be writing.
         os.link(draft, output)
@@ -159,8 +205,12 @@ def _of_run(directory: RunDirectory, redactor: Redactor) -> Iterator[Part]:
         (directory.config, "how the job was started, each value with where it came from"),
         (directory.env, "the machine that started it"),
     ):
-        if _is_file(file):
-            yield Part(name=f"run/{file.name}", what=what, make=lambda file=file: _file(file, redactor))  # type: ignore[misc]
+        if _is_file(file, directory):
+            yield Part(
+                name=f"run/{file.name}",
+                what=what,
+                make=lambda file=file: _file(file, directory, redactor),  # type: ignore[misc]
+            )
     yield from _diagnosis(directory, redactor)
     yield Part(
         name="run/words.json", what="what ended each rank that said so", make=lambda: _words(directory, redactor)
@@ -170,16 +220,29 @@ def _of_run(directory: RunDirectory, redactor: Redactor) -> Iterator[Part]:
         what="what each rank was doing last, from its black box",
         make=lambda: _json([_box(box) for box in _boxes(directory)], redactor),
     )
-    for folder, what in (
-        (_logs(directory), f"what the ranks printed, the last {LINES} lines of each"),
-        (directory.stacks, f"Python stacks, the last {LINES} lines of each rank"),
-        (directory.path / "nccl", f"NCCL's logs, the last {LINES} lines of each process"),
-    ):
-        for file in _files(folder)[: 2 * _MOST_RANKS]:
-            name = f"run/{folder.name}/{file.relative_to(folder)}"
-            yield Part(name=name, what=what, make=lambda file=file: redacted_tail(file, redactor))  # type: ignore[misc]
-    if _files(directory.path / "nccl"):
-        yield from _both("run/nccl", "what NCCL's logs say", lambda: _nccl(directory), redactor)
+    for folder, what in _folders(directory):
+        for listed in _listed(directory, folder):
+            if not listed.why_not:
+                yield Part(
+                    name=f"run/{folder.name}/{listed.path.relative_to(folder)}",
+                    what=what,
+                    make=lambda file=listed.path: redacted_tail(file, redactor, below=directory.path),  # type: ignore[misc]
+                )
+    logs = [one.path for one in _listed(directory, directory.path / "nccl") if not one.why_not]
+    if logs:
+        logs += [one.path for one in _listed(directory, directory.logs) if not one.why_not]
+        yield from _both("run/nccl", "what NCCL's logs say", lambda: _nccl(directory, logs), redactor)
+
+
+def _folders(directory: RunDirectory) -> Iterator[tuple[Path, str]]:
+    """The folders of which every file is taken, and what is in them."""
+    yield _logs(directory), f"what the ranks printed, the last {LINES} lines of each"
+    yield directory.stacks, f"Python stacks, the last {LINES} lines of each rank"
+    yield directory.path / "nccl", f"NCCL's logs, the last {LINES} lines of each process"
+
+
+def _listed(directory: RunDirectory, folder: Path) -> Iterator[Listed]:
+    return list_regular(folder, directory.path, 2 * _MOST_RANKS)
 
 
 def _state(directory: RunDirectory) -> str:
@@ -196,12 +259,12 @@ def _state(directory: RunDirectory) -> str:
 
 def _diagnosis(directory: RunDirectory, redactor: Redactor) -> Iterator[Part]:
     """What the guard wrote; if it wrote nothing, what it says about the boxes now."""
-    found = [file for file in (directory.diagnosis_text, directory.diagnosis) if _is_file(file)]
+    found = [file for file in (directory.diagnosis_text, directory.diagnosis) if _is_file(file, directory)]
     for file in found:
         yield Part(
             name=f"run/{file.name}",
             what="why the job stopped, or what it waited for",
-            make=lambda file=file: _file(file, redactor),  # type: ignore[misc]
+            make=lambda file=file: _file(file, directory, redactor),  # type: ignore[misc]
         )
     if not found:
         yield Part(
@@ -216,11 +279,18 @@ def _diagnose(directory: RunDirectory) -> str:
     if not found:
         return "No rank has a black box, so there is nothing to go by."
     said = diagnose(found)
-    return explain(said) if said is not None else "Nothing is out of step, as far as the black boxes show."
+    return explain(said, _script) if said is not None else "Nothing is out of step, as far as the black boxes show."
+
+
+def _script(path: str) -> Sequence[str]:
+    """The lines of a script that a black box names: nothing else may get into the bundle by its name."""
+    return read_lines(path) if path.endswith(".py") else ()
 
 
 def _boxes(directory: RunDirectory, history: int = _HISTORY) -> list[Snapshot]:
     try:
+        if directory.boxes.is_symlink():
+            return []
         return together(boxes.read_all(directory.boxes, history=history))
     except (OSError, ValueError):
         return []
@@ -231,73 +301,88 @@ def _box(box: Snapshot) -> dict[str, Any]:
 
 
 def _words(directory: RunDirectory, redactor: Redactor) -> str:
-    return _json([asdict(one) for one in words.read_all(directory.path)], redactor)
+    found = [] if directory.words(0).parent.is_symlink() else words.read_all(directory.path)
+    return _json([asdict(one) for one in found], redactor)
 
 
 def _logs(directory: RunDirectory) -> Path:
-    """Where the ranks' output is: in the run directory, unless the job was started with --log_dir."""
-    if not directory.logs.is_dir():
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            asked = json.loads(_whole(directory.config))["options"]["log_dir"]["value"]
-            if asked and Path(asked).is_dir():
-                return Path(asked)
+    """Where the ranks' output is, if it is in the run directory."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        asked = Path(read_json(directory.config, below=directory.path)["options"]["log_dir"]["value"])
+        if ".." not in asked.parts and asked != directory.path and asked.is_relative_to(directory.path):
+            return asked
     return directory.logs
 
 
-def _nccl(directory: RunDirectory) -> tuple[str, Any]:
+def _nccl(directory: RunDirectory, logs: Sequence[Path]) -> tuple[str, Any]:
     from lockstep.doctor.nccl import report
     from lockstep.doctor.nccl.read import read
+    from lockstep.doctor.nccl.reader import Log
 
-    reading = read([str(directory.path)])
+    reading = read([], logs=[Log(name=str(log), path=log, asked_for=False, below=directory.path) for log in logs])
     return "\n".join(report.lines(reading, 100)), [finding.plain() for finding in reading.findings]
 
 
 # ---------------------------------------------------------------- files
 
 
-def redacted_tail(path: Path, redactor: Redactor, lines: int = LINES) -> str:
-    """The last lines of a file without secrets: these are taken out first, so that no cut can spare half of one."""
-    with open(path, "rb") as file:
+def redacted_tail(path: Path, redactor: Redactor, lines: int = LINES, *, below: Path | None = None) -> str:
+    """The last lines of a file without secrets, and the first of one that is very long.
+
+    Secrets are taken out before anything is cut off, so that no cut can spare half of one.
+    """
+    with open_regular(path, below) as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _WINDOW))
-        data = file.read(_WINDOW)
-    text = data.decode("utf-8", "replace")
+        file.seek(max(0, size - _WINDOW - _MARGIN))
+        data = file.read(_WINDOW + _MARGIN)
+        head = b""
+        if size > len(data):
+            file.seek(0)
+            head = file.read(_WINDOW // 4 + _MARGIN)
+    text = _decoded(data)
     if size > len(data):
         # It begins in the middle of something: to the next line, or, in one long line, to the next word.
         cut = text.find("\n") if "\n" in text else next((n for n, char in enumerate(text) if char.isspace()), len(text))
         text = text[cut + 1 :]
-    found = redactor.text(text).splitlines()
-    more = len(found) > lines or size > len(data)
-    kept = [line if len(line) <= _LONGEST else f"{line[:_LONGEST]} [... cut here]" for line in found[-lines:]]
+    whole = _shown(text, redactor).splitlines()
+    found = _tail_of(whole, lines)
+    more = len(found) < len(whole) or size > len(data)
+    kept = [line if len(line) <= _LONGEST else f"{line[:_LONGEST]} [... cut here]" for line in found]
     note = [f"[the last {len(kept)} lines of {size} bytes]"] if more else []
+    if head:
+        first = _shown(_decoded(head), redactor)[: _WINDOW // 4].splitlines()[:FIRST_LINES]
+        first = [line if len(line) <= _LONGEST else f"{line[:_LONGEST]} [... cut here]" for line in first]
+        note = [f"[the first {len(first)} lines]", *first, "", *note]
     return "\n".join([*note, *kept]) + "\n"
 
 
-def _files(folder: Path) -> list[Path]:
-    try:
-        return sorted(file for file in folder.rglob("*") if _is_file(file) and not file.name.startswith("."))
-    except OSError:
-        return []
+def _tail_of(whole: Sequence[str], lines: int) -> Sequence[str]:
+    """The last lines that are not longer together than a window."""
+    found = whole[-lines:]
+    room, first = _WINDOW, len(found)
+    while first and (room := room - min(len(found[first - 1]), _LONGEST)) >= 0:
+        first -= 1
+    return found[first:]
 
 
-def _is_file(path: Path) -> bool:
-    """Whether there is a file of that name; no link to elsewhere, and no pipe, which would keep us waiting."""
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
+def _decoded(data: bytes) -> str:
+    return uncoloured(data.decode("utf-8", "replace")).replace("\r\n", "\n")
 
 
-def _whole(path: Path) -> str:
-    with open(path, "rb") as file:
-        return file.read(_LARGEST_FILE).decode("utf-8", "replace")
+def _shown(text: str, redactor: Redactor) -> str:
+    """Without secrets and colours, and with no control character that acts on the reader's terminal."""
+    return printable(redactor.text(text))
 
 
-def _file(path: Path, redactor: Redactor) -> str:
-    text = _whole(path)
+def _is_file(path: Path, directory: RunDirectory) -> bool:
+    return any(not listed.why_not for listed in list_regular(path, directory.path, 1))
+
+
+def _file(path: Path, directory: RunDirectory, redactor: Redactor) -> str:
+    data = read_regular(path, below=directory.path, limit=_LARGEST_FILE)
     with suppress(ValueError, RecursionError):
-        return _json(json.loads(text), redactor)
-    return redactor.text(text)
+        return _json(json.loads(data), redactor)
+    return _shown(_decoded(data), redactor)
 
 
 def _json(structure: Any, redactor: Redactor) -> str:

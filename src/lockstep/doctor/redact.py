@@ -13,64 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote
 
-HIDDEN = "(hidden)"
-"""Stands for what was taken out."""
+from lockstep.doctor import secret_patterns as patterns
+from lockstep.doctor.secret_assignments import hide_assigned
+from lockstep.doctor.secret_patterns import HIDDEN, names_a_secret
+
+__all__ = ["HIDDEN", "SHORTEST", "Redactor", "names_a_secret"]
+
 SHORTEST = 6
 """Characters that a secret needs to be looked for elsewhere: shorter ones are parts of ordinary words."""
-
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_SECRET = frozenset(
-    (
-        *("token", "key", "secret", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "auth"),
-        *("authorization", "cookie", "bearer", "jwt", "dsn"),
-    )
-)
-"""Words that make a name that of a secret. Tokens in the plural are counted, not kept."""
-_ENDINGS = ("password", "passwd", "secret", "token", "apikey", "accesskey", "privatekey", "secretkey", "credentials")
-"""Ends of words that do the same: PGPASSWORD, authtoken."""
-_HARMLESS = re.compile(
-    r"^(?:OLD)?PWD$|AUTH_SOCK|TOKENIZERS?|(?:PAD|BOS|EOS|UNK|SEP|CLS|MASK)_TOKEN|TOKEN_ID|^KEY$|PUBLIC_?KEY"
-    r"|(?:SORT|PRIMARY|FOREIGN|CACHE)_?KEY|KEY_?(?:PADDING|FRAME|VALUE)|(?:Error|Exception)$",
-    re.IGNORECASE,
-)
-_SHAPES = [
-    re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
-    re.compile(r"\bhf_[A-Za-z0-9]{16,}"),  # Hugging Face
-    re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,})"),
-    re.compile(r"\bglpat-[A-Za-z0-9_-]{16,}"),
-    re.compile(r"\b(?:sk|pk|rk)-(?:[a-z]+-)*[A-Za-z0-9_-]{16,}"),  # OpenAI, Anthropic and others
-    re.compile(r"\b(?:sk|pk|rk)_(?:live|test)_[A-Za-z0-9]{16,}"),
-    re.compile(r"\b(?:A3T[A-Z0-9]|AKIA|ASIA|AGPA|AIDA|AROA)[A-Z0-9]{16}\b"),  # Amazon
-    re.compile(r"\bAIza[A-Za-z0-9_-]{30,}"),  # Google
-    re.compile(r"\bya29\.[A-Za-z0-9_-]{20,}"),
-    re.compile(r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}"),  # Slack
-    re.compile(r"\bdckr_pat_[A-Za-z0-9_-]{16,}"),
-    re.compile(r"\bnpm_[A-Za-z0-9]{30,}|\bpypi-[A-Za-z0-9_-]{30,}"),
-    re.compile(r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*"),  # a JSON web token
-    re.compile(
-        r"(?<=[?&;])(?:sig|X-Amz-Signature|X-Amz-Credential|X-Goog-Signature|AccessKeyId|token)=[^\s&\"'<>]+", re.I
-    ),
-    re.compile(r"\b(?:AccountKey|SharedAccessKey|SharedAccessSignature)=[^\s;\"']+", re.I),  # Azure
-]
-_KEY_END = re.compile(r"-----END [A-Z ]*PRIVATE KEY-----")
-_KEY_LINE = re.compile(r"[A-Za-z0-9+/=]{1,120}\s*")
-_IN_URL = re.compile(r"(?<=://)[^/\s\"'@]*:[^/\s\"']*(?=@)|(?<=://)[^/\s\"'@]+(?=@)")
-_HEADER = re.compile(
-    r"((?:Authorization|Proxy-Authorization|X-Api-Key|Cookie|Set-Cookie)[\"']?\s*[:=]\s*[\"']?)[^\r\n\"']+", re.I
-)
-_BEARER = re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9+/=._~-]{8,}")
-_VALUE = r"(?P<value>\(hidden\)|\\\"[^\"]*?\\\"|\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[^\s\"',;&|)}\]]+)"
-_ASSIGNED = re.compile(rf"(?P<lead>(?<![\w.-])-{{0,2}}(?P<name>[A-Za-z_][\w.-]{{0,80}})\\?[\"']?\s*[:=]\s*){_VALUE}")
-_OPTION = re.compile(rf"(?P<lead>(?<![\w.-])(?P<name>--?[A-Za-z_][\w.-]{{0,80}})\s+(?!-)){_VALUE}")
-_PLAIN = re.compile(r"^(?:None|null|true|false|yes|no|on|off|\d{1,9}(?:\.\d+)?|\(hidden\)|)$", re.IGNORECASE)
-
-
-def names_a_secret(name: str) -> bool:
-    """Whether what goes by this name is a secret: HF_TOKEN, --api-key, clientSecret, db.password."""
-    name = name.strip("-")
-    words = [word.lower() for word in _WORD.findall(name)]
-    telling = any(word in _SECRET or word.endswith(_ENDINGS) for word in words)
-    return telling and not _HARMLESS.search(name)
 
 
 class Redactor:
@@ -98,8 +48,8 @@ class Redactor:
         """Remember what keys and command lines in nested data name; returns itself."""
         if isinstance(structure, Mapping):
             for key, value in structure.items():
-                if names_a_secret(str(key)):
-                    for text in _texts(value):
+                for text in _texts(value):
+                    if _hides(str(key), text):
                         self._remember(text)
                 self.learn_from(value)
         elif isinstance(structure, (list, tuple)):
@@ -113,14 +63,14 @@ class Redactor:
 
     def _learn_text(self, text: str) -> None:
         """The passwords in addresses, which may turn up without the address."""
-        for found in _IN_URL.finditer(text):
+        for found in patterns.IN_URL.finditer(text):
             for part in found[0].split(":", 1)[1:] or [found[0]]:
                 self._remember(part)
                 self._remember(unquote(part))
 
     def _remember(self, value: str) -> None:
         value = value.strip()
-        if len(value) >= SHORTEST and not _PLAIN.match(value) and value not in self._values:
+        if len(value) >= SHORTEST and not patterns.PLAIN.match(value) and value not in self._values:
             self._values.add(value)
             self._known = None
 
@@ -131,23 +81,27 @@ class Redactor:
         for way in self._ways():
             if way in text:
                 text = text.replace(way, HIDDEN)
-        for shape in _SHAPES:
-            text = shape.sub(HIDDEN, text)
+        text = patterns.KEY_BLOCK.sub(HIDDEN, text)
         text = _without_rests_of_keys(text)
-        text = _IN_URL.sub(HIDDEN, text)
-        text = _HEADER.sub(rf"\1{HIDDEN}", text)
-        text = _BEARER.sub(rf"\1 {HIDDEN}", text)
-        return _OPTION.sub(_hide_assigned, _ASSIGNED.sub(_hide_assigned, text))
+        text = patterns.RUN.sub(lambda run: patterns.SHAPE.sub(HIDDEN, run[0]), text)
+        text = patterns.IN_PLACE.sub(HIDDEN, text)
+        text = patterns.IN_URL.sub(HIDDEN, text)
+        for pattern in patterns.IN_CONTEXT:
+            text = pattern.sub(rf"\1{HIDDEN}", text)
+        for command, secret in patterns.COMMANDS:
+            text = _without_arguments(text, command, secret)
+        return hide_assigned(text)
 
     def data(self, structure: Any, name: str = "") -> Any:
         """Nested data without its secrets: what a key names one is hidden whole."""
-        if name and names_a_secret(name) and not isinstance(structure, (bool, int, float, type(None))):
+        if name and not isinstance(structure, (bool, int, float, type(None))) and _hides(name, structure):
             return HIDDEN
         if isinstance(structure, Mapping):
             return {self.text(str(key)): self.data(value, str(key)) for key, value in structure.items()}
         if isinstance(structure, (list, tuple)):
             if structure and all(isinstance(item, str) for item in structure):
-                return self.argv(structure)
+                words = self.argv(structure)
+                return [HIDDEN if _hides(name, item) else word for item, word in zip(structure, words, strict=True)]
             return [self.data(item) for item in structure]
         return self.text(structure) if isinstance(structure, str) else structure
 
@@ -188,9 +142,9 @@ def _written(value: str) -> Iterable[str]:
 def _without_rests_of_keys(text: str) -> str:
     """Without the lines of a private key whose beginning was cut off: those above its end."""
     pieces, start = [], 0
-    for end in _KEY_END.finditer(text):
+    for end in patterns.KEY_END.finditer(text):
         lines = text[start : end.start()].splitlines(keepends=True)
-        while lines and _KEY_LINE.fullmatch(lines[-1]):
+        while lines and patterns.KEY_LINE.fullmatch(lines[-1]):
             lines.pop()
         pieces += ["".join(lines), HIDDEN]
         start = end.end()
@@ -224,10 +178,20 @@ def _argument_secrets(words: Sequence[str]) -> dict[int, int]:
     return found
 
 
-def _hide_assigned(found: re.Match[str]) -> str:
-    """`token=abc`, `"password": "x"`, `--api-key abc`; numbers and words like None stay, as training logs have many."""
-    value = found["value"]
-    mark = next((mark for mark in ('\\"', '"', "'") if value.startswith(mark) and len(value) > len(mark)), "")
-    if not names_a_secret(found["name"]) or _PLAIN.match(value[len(mark) : len(value) - len(mark)]):
-        return found[0]
-    return f"{found['lead']}{mark}{HIDDEN}{mark}"
+def _without_arguments(text: str, command: re.Pattern[str], secret: re.Pattern[str]) -> str:
+    """Without what certain commands take as a secret. Once per line, so that no line costs more than its length."""
+    pieces, start = [], 0
+    while found := command.search(text, start):
+        end = text.find("\n", found.end())
+        end = len(text) if end < 0 else end
+        # From the blank behind the command on, which the argument's pattern begins with.
+        pieces += [text[start : found.end() - 1], secret.sub(rf"\1{HIDDEN}", text[found.end() - 1 : end])]
+        start = end
+    return "".join([*pieces, text[start:]]) if pieces else text
+
+
+def _hides(name: str, value: Any) -> bool:
+    """Whether what a key holds is hidden whole: always, or, of `key` and `tokens`, what looks drawn at random."""
+    if names_a_secret(name):
+        return True
+    return isinstance(value, str) and patterns.secrecy(name) == patterns.Secrecy.RANDOM and patterns.is_random(value)

@@ -241,6 +241,11 @@ def gone(place: Place, waiting: Sequence[Place]) -> Why:
             fix="Mend that error; its traceback is in the run directory (words/ and logs/). If the script is to "
             "survive it, run the step inside accelerator.agree, which lets every rank know.",
         )
+    if place.doing.startswith("have crashed"):
+        return Why(
+            cause=f"{who} {was} ended by a crash in native code ({place.detail}). The others only wait for it.",
+            fix="Look at what it wrote last (logs/ and stacks/ in the run directory).",
+        )
     if place.doing.startswith("were killed"):
         return Why(
             cause=f"{who} {was} ended from outside: {place.detail}."

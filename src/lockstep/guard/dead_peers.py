@@ -10,6 +10,7 @@ from lockstep.blackbox import read
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.guard import side
 from lockstep.guard.causes import KILLED, gone
+from lockstep.guard.crash import different_calls
 from lockstep.guard.diagnosis import Place
 from lockstep.guard.whereabouts import at, last_steps, state
 
@@ -48,12 +49,16 @@ def describe_left(left: Sequence[Snapshot], doing: str = "") -> str:
     return f"{ended[:1].upper()}{ended[1:]}.{after}\n{why.cause}\n{why.fix}"
 
 
-def describe(dead: Sequence[Snapshot]) -> str:
-    """In sentences: who died, what each was doing, what to do. Another process cannot see how it ended."""
-    lines = [
-        f"Rank {box.rank} on {box.host} (pid {box.pid}) died without an exception: killed, or ended by os._exit or a "
-        f"crash in native code. {last_steps(box)}"
-        for box in dead[:_MOST]
-    ]
+def describe(dead: Sequence[Snapshot], boxes: Path | None) -> str:
+    """In sentences: who died, what each was doing, what to do. Others see no exit code, but the stack of a crash."""
+    everyone = read.read_all(boxes) if boxes is not None else []
+    lines = []
+    for box in dead[:_MOST]:
+        who = f"Rank {box.rank} on {box.host} (pid {box.pid})"
+        if box.crash:
+            how = f"was ended by a crash in native code ({box.crash})"
+        else:
+            how = "died without an exception: killed, or ended by os._exit or a crash in native code"
+        lines += [f"{who} {how}. {last_steps(box)}", *filter(None, [different_calls(box, everyone)])]
     more = [f"{len(dead) - _MOST} more ranks died."] if len(dead) > _MOST else []
-    return "\n".join([*lines, *more, KILLED])
+    return "\n".join([*lines, *more, *([] if all(box.crash for box in dead) else [KILLED])])

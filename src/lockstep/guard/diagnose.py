@@ -19,6 +19,7 @@ from lockstep.guard import causes, skips
 from lockstep.guard.diagnosis import Diagnosis, Place
 from lockstep.guard.exchange import Node
 from lockstep.guard.job import Job, is_gone, raw_waited, waited
+from lockstep.guard.torch_calls import explain, first_difference
 from lockstep.guard.whereabouts import at, by_place, ending, label, last_seen, raw_name, span, state, whereabouts
 
 # Nobody leaves these before everybody has come.
@@ -32,6 +33,8 @@ some seconds to learn of it.
 """
 _RAW = 3.0
 """Seconds in one of torch's collectives after which a rank counts as waiting for one that is in none."""
+_CONFIRMED = 1.0
+"""Seconds in which a reporter has looked once more: it beats first, and then records what it sees."""
 _COMPANY = "join"
 """How a collective is called in which a rank that has run out of batches answers whatever the others do."""
 
@@ -42,13 +45,14 @@ def diagnose(
     blocked_for: float = 1.0,
     stall: float = 30.0,
     lost: Sequence[Node] = (),
+    node: Node | None = None,
     restarts: bool = False,
 ) -> Diagnosis | None:
     """The finding that matters most, or None while nothing is wrong.
 
     A rank that is in one collective for ``blocked_for`` seconds counts as waiting. What may still end by itself is a
-    finding only after ``stall`` seconds. ``lost`` are nodes that do not answer; with ``restarts`` ranks are started
-    again when one has failed.
+    finding only after ``stall`` seconds. ``lost`` are nodes that do not answer ``node``, which asks; with
+    ``restarts`` ranks are started again when one has failed.
     """
     if not boxes or max(box.world_size for box in boxes) < 2:
         return None
@@ -57,10 +61,11 @@ def diagnose(
         blocked_for=blocked_for,
         stall=stall,
         lost=lost,
+        node=node,
         restarts=restarts,
     )
     doubtful = None
-    for rule in (_different, _gone, _raw, _missing):
+    for rule in (_different, _gone, _raw, _torch_calls, _missing):
         found = rule(job)
         if found is None:
             continue
@@ -209,10 +214,12 @@ def _and(parts: Sequence[str], most: int = 3) -> str:
     return ", ".join(parts)
 
 
-def elsewhere(box: Snapshot, generation: int, number: int) -> str:
+def elsewhere(box: Snapshot, generation: int, number: int, since: float) -> str:
     """Where a rank is that has ended, or waits for one that has entered only so many collectives; else empty.
 
-    Each collective needs every rank, so it stays there until that one comes.
+    Each collective needs every rank, so it stays there until that one comes. What the rank's reporter says of torch's
+    own collectives counts when the one that asks had stopped at ``since`` already: the rank may have left it together
+    with that one, and its reporter is behind.
     """
     if is_gone(box):
         doing, site, _ = _ended(box)
@@ -221,7 +228,8 @@ def elsewhere(box: Snapshot, generation: int, number: int) -> str:
         op = box.op or next((op for op in box.history if op.seq == box.entered), None)
         return f"waits in {at(op)}" if op is not None else "waits in another collective"
     if box.op is None and box.raw is not None and not box.raw.group and _is_meeting(box.raw.name):
-        return f"waits in torch's {raw_name(box.raw.name)} at {box.raw.site}" if raw_waited(box) >= _RAW else ""
+        confirmed = raw_waited(box) >= _RAW and box.beat >= since + _CONFIRMED
+        return f"waits in torch's {raw_name(box.raw.name)} at {box.raw.site}" if confirmed else ""
     return ""
 
 
@@ -369,6 +377,30 @@ def _raw_place(box: Snapshot) -> tuple[str, str, str]:
     return f"wait in torch's {raw_name(box.raw.name)}{number}", box.raw.site, box.raw.shapes
 
 
+def _torch_calls(job: Job) -> Diagnosis | None:
+    """Ranks that wait, and whose earlier calls in torch's process group were not the same."""
+    blocked = [box for box in job.here if max(waited(box), raw_waited(box)) >= job.blocked_for]
+    calls = first_difference(blocked)
+    if calls is None:
+        return None
+    involved = [box for box in blocked if box.rank in calls]
+    places = by_place(
+        (rank, (f"called torch's {call.name} #{call.number}", call.site, f"sizes {call.shapes}" if call.shapes else ""))
+        for rank, call in calls.items()
+    )
+    return _finding(
+        job,
+        kind="different torch calls",
+        certain=job.is_certain(involved),
+        involved=involved,
+        headline=f"{_and([state(place) for place in places])}: calls that do not meet.",
+        waiting=places,
+        together=job.together(),
+        seconds=max(max(waited(box), raw_waited(box)) for box in involved),
+        why=explain(calls, involved),
+    )
+
+
 # --- somebody has not come yet -------------------------------------------------------------------------------------
 
 
@@ -418,7 +450,9 @@ def _unseen(job: Job) -> Iterator[Place]:
         if ranks:
             left -= ranks
             where = f"node {node.number} (host {node.host})"
-            yield Place(ranks=tuple(sorted(ranks)), doing=f"are lost with {where}, which does not answer")
+            between = f"no connection between {job.node.place} and {node.place}" if job.node is not None else ""
+            doing = f"are lost with {where}, which does not answer"
+            yield Place(ranks=tuple(sorted(ranks)), doing=doing, detail=between)
     if left:
         yield Place(ranks=tuple(sorted(left)), doing="have not been heard of (other machines, or no black box)")
 

@@ -20,13 +20,19 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from lockstep.blackbox.snapshot import Op, Raw, Snapshot
+from lockstep.blackbox.snapshot import Op, Raw, Snapshot, TorchCall
+from lockstep.config.signed_store import check_fields
+from lockstep.errors import TopologyError
 from lockstep.rundir.ranks import name_ranks
 
 PATIENCE = 1.5
 """Seconds that a round waits for the answers of other machines."""
 _DAY = timedelta(days=1)
 _TRIES = 20
+_BEHIND = 64
+"""Rounds by which no watcher is behind: what it has not read waits in its inbox. Earlier ones are removed."""
+_MOST = 64 * 2**20
+"""Bytes that the boxes of one node may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,12 @@ class Node:
     number: int
     host: str
     ranks: tuple[int, ...]
+    address: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where it is: "node 1 (host b, 10.0.0.2)"."""
+        return f"node {self.number} (host {self.host}{f', {self.address}' if self.address else ''})"
 
     def __str__(self) -> str:
         """As messages name it: "node 1 (host b, ranks 2-3)"."""
@@ -132,7 +144,11 @@ class Exchange:
     def _open(self, store: Any, number: int, message: dict[str, Any]) -> bool:
         """Begin a round; False when another machine has begun it."""
         said = json.dumps({**message, "id": uuid.uuid4().hex})
-        first = store.compare_set(f"round/{number}", "", said).decode()
+        try:
+            first = store.claim(f"round/{number}", said, bytes.decode)
+        except TopologyError:  # a value of nobody's stands there: make room, and try again at the next look
+            store.delete(f"round/{number}")
+            return False
         if first != said:
             lost, since = self._left_to_others
             if lost != number:
@@ -141,15 +157,17 @@ class Exchange:
                 self._deliver(store, number, first)  # whoever began it has died before it could tell all
             return False
         self._deliver(store, number, said)
+        store.delete(f"round/{number - _BEHIND}")
         return True
 
     def _deliver(self, store: Any, number: int, said: str) -> None:
         store.set("latest", str(number))
-        store.multi_set([self._inbox(node, number) for node in range(self._nodes)], [said] * self._nodes)
+        for node in range(self._nodes):
+            store.set(self._inbox(node, number), said)
 
     def _until_read(self, store: Any, keys: list[str]) -> None:
         until = time.monotonic() + PATIENCE
-        while any(store.check([key]) for key in keys) and time.monotonic() < until:
+        while any(store.peek(key) is not None for key in keys) and time.monotonic() < until:
             time.sleep(0.02)
 
     def _collect(self, store: Any, number: int, patience: float) -> list[Snapshot]:
@@ -157,17 +175,19 @@ class Exchange:
         found: list[Snapshot] = []
         until = time.monotonic() + patience
         while open_keys:
+            late, before = time.monotonic() > until, len(open_keys)
             for other, key in list(open_keys.items()):
-                left = f"left/{other}"
-                there = key if store.check([key]) else left if store.check([left]) else None
-                if there is not None:
-                    found += _unpack(store.get(there))
-                    if there is key:
-                        store.delete_key(key)
+                answer = store.peek(key, _unpack)
+                boxes = answer if answer is not None else store.peek(f"left/{other}", _unpack)
+                if boxes is not None:
+                    found += boxes
+                    if answer is not None:
+                        store.delete(key)
                     del open_keys[other]
-            if not open_keys or time.monotonic() > until:
+            # Opening the answers of many nodes takes longer than the patience: others may have come in meanwhile.
+            if late and len(open_keys) == before:
                 break
-            time.sleep(0.02)
+            time.sleep(0.02 if open_keys else 0.0)
         self.silent = tuple(open_keys)
         return found
 
@@ -176,27 +196,27 @@ class Exchange:
     def _serve(self) -> None:
         try:
             store, own = self._connect(), self._connect()
-            if store.check(["latest"]):  # taking over from a watcher that has died, or late
-                self._round = int(store.get("latest")) + 1
-                while self._round > 1 and store.check([self._inbox(self.node, self._round - 1)]):
+            latest = store.peek("latest", int)
+            if latest is not None:  # taking over from a watcher that has died, or late
+                self._round = latest + 1
+                while self._round > 1 and store.peek(self._inbox(self.node, self._round - 1)) is not None:
                     self._round -= 1  # nobody has read it yet
             self._store = own
             while not self._ended.is_set():
                 key = self._inbox(self.node, self._round)
                 try:
-                    store.wait([key], _DAY)
+                    message = store.get(key, _read_message, _DAY)
                 except RuntimeError as error:
                     # By its name: this room is loaded where torch is not.
                     if type(error).__name__ == "DistStoreError":
                         continue  # nothing happened for a day
                     raise
-                said = store.get(key)
-                if not said:
+                if not message:
                     return
-                store.delete_key(key)
-                message = json.loads(said)
+                store.delete(key)
                 if message["from"] != self.node:
-                    self._answer(store, message)
+                    with suppress(KeyError, TypeError, ValueError, AttributeError):  # not a watcher's message
+                        self._answer(store, message)
                 with self._moved:
                     self._round += 1
                     self._moved.notify_all()
@@ -205,6 +225,7 @@ class Exchange:
 
     def _answer(self, store: Any, message: dict[str, Any]) -> None:
         if "asks" in message:
+            store.delete(f"answer/{self._round - _BEHIND}/{self.node}")  # one that came too late to be read
             store.set(f"answer/{self._round}/{self.node}", _pack(self._boxes(message["asks"])))
         else:
             self._hear(message)
@@ -214,19 +235,34 @@ def _pack(boxes: Iterable[Snapshot]) -> bytes:
     return zlib.compress(json.dumps([asdict(box) for box in boxes]).encode(), 1)
 
 
+def _read_message(data: bytes) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(data) if data else {}
+    if message and type(message["from"]) is not int:
+        raise ValueError(message["from"])
+    return message
+
+
 def _unpack(data: bytes) -> list[Snapshot]:
-    return [_snapshot(fields) for fields in json.loads(zlib.decompress(data))]
+    opened = zlib.decompressobj()
+    text = opened.decompress(data, _MOST)
+    if not opened.eof:
+        raise ValueError(f"more than {_MOST} bytes")
+    return [_snapshot(fields) for fields in json.loads(text)]
 
 
 def _snapshot(fields: dict[str, Any]) -> Snapshot:
     op, raw = fields["op"], fields["raw"]
-    return Snapshot(
+    box = Snapshot(
         **{
             **fields,
             "op": None if op is None else Op(**op),
             "raw": None if raw is None else Raw(**raw),
             "history": tuple(Op(**op) for op in fields["history"]),
             "stack": tuple(fields["stack"]),
+            "torch_calls": tuple(TorchCall(**call) for call in fields["torch_calls"]),
             "pace": tuple(tuple(step) for step in fields["pace"]),
         }
     )
+    for part in (box, *filter(None, (box.op, box.raw)), *box.history):
+        check_fields(part)
+    return box

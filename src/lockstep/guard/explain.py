@@ -12,6 +12,7 @@ from lockstep.guard import causes
 from lockstep.guard.diagnosis import Diagnosis, Place
 from lockstep.guard.source import Loop, Reader, Setting, read_lines, setting, split
 from lockstep.guard.whereabouts import RANGES, span, state, user_frames
+from lockstep.rundir.printable import printable
 from lockstep.rundir.ranks import name_ranks, number_ranks
 
 WIDTH = 96
@@ -34,7 +35,7 @@ def explain(diagnosis: Diagnosis, source: Reader = read_lines) -> str:
     room = _LINES - len(closing) - 1
     if len(lines) > room:
         lines = [*lines[: room - 1], f"{'':{_INDENT}}… (diagnosis.json in the run directory has all of it)"]
-    return "\n".join([*lines, *closing, _rule()])
+    return printable("\n".join([*lines, *closing, _rule()]))
 
 
 def to_json(diagnosis: Diagnosis, source: Reader = read_lines) -> str:

@@ -30,6 +30,7 @@ class Job:
     stall: float
     """Seconds after which a wait that may still end is told."""
     lost: Sequence[Node] = ()
+    node: Node | None = None
     """Nodes that do not answer."""
     restarts: bool = False
     """Whether ranks are started again when one has failed."""

@@ -21,8 +21,9 @@ from types import FrameType
 from typing import Any
 
 from lockstep.blackbox import sites
-from lockstep.blackbox.snapshot import Raw
+from lockstep.blackbox.snapshot import Raw, TorchCall
 from lockstep.guard import pace, side
+from lockstep.guard.torch_calls import calls_of, can_list_stacks, is_default
 
 INTERVAL = 0.5
 """Seconds between two looks."""
@@ -60,6 +61,8 @@ class Reporter:
         self._mark: tuple[int, int, int] = (0, 0, 0)
         self._moved = time.monotonic()
         self._raw: tuple[int, Raw] | None = None
+        self._calls: tuple[TorchCall, ...] | None = None
+        self._group_since = time.time_ns()
         self._stumbled = False
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-reporter", daemon=True)
@@ -91,12 +94,17 @@ class Reporter:
         self._box.beat()
         mark = self._box.mark()
         if mark != self._mark:
-            self._mark, self._moved = mark, now
+            if mark[0] != self._mark[0]:
+                self._group_since = time.time_ns()
+            self._mark, self._moved, self._calls = mark, now, None
             self._pace(now)
             return
         if now - self._moved >= STILL:
             self._box.raw(self._under_way(now))
-            side.write(self._note, mark, self._stack())
+            if self._calls is None:
+                dump = _flight_recorder(stacks=can_list_stacks())
+                self._calls = calls_of(dump.get("entries", ()) if dump else (), self._group_since)
+            side.write(self._note, mark, self._stack(), self._calls)
             self._still(mark)
 
     def _pace(self, now: float) -> None:
@@ -153,7 +161,7 @@ class Reporter:
                 site=self._user_site(),
                 since=now - age,
                 shapes=str(entry.get("input_sizes") or ""),
-                group="" if _is_default(entry) else str(entry.get("process_group") or entry.get("pg_id")),
+                group="" if is_default(entry) else str(entry.get("process_group") or entry.get("pg_id")),
             )
             self._raw = number, raw
         return self._raw[1]
@@ -172,20 +180,13 @@ def _is_waiting(frame: FrameType) -> bool:
     return not sites.is_user_file(name) or "wait" in linecache.getline(name, frame.f_lineno or 0)
 
 
-def _is_default(entry: dict[str, Any]) -> bool:
-    """Whether it runs in the group of all ranks."""
-    described = entry.get("process_group") or ("", "default_pg")
-    return described[-1] == "default_pg"
-
-
-def _flight_recorder() -> dict[str, Any] | None:
+def _flight_recorder(stacks: bool = False) -> dict[str, Any] | None:
     torch = sys.modules.get("torch")
     read = getattr(getattr(getattr(torch, "_C", None), "_distributed_c10d", None), "_dump_fr_trace", None)
     if read is None:
         return None
     try:
-        # Collectives, without stacks: the first look at those takes a second and more.
-        return dict(pickle.loads(read(True, False, False)))
+        return dict(pickle.loads(read(True, stacks, False)))  # collectives, stacks, those under way only
     except (RuntimeError, TypeError, ValueError, pickle.UnpicklingError):
         return None
 

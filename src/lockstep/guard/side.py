@@ -7,35 +7,40 @@ nor begun another phase. The same goes for the collective of torch's own that th
 from __future__ import annotations
 
 import json
-import os
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.blackbox.snapshot import Snapshot
+from lockstep.blackbox.snapshot import Snapshot, TorchCall
+from lockstep.guard.crash import with_crash
+from lockstep.rundir import files
+from lockstep.rundir.regular_file import read_json
+
+_LARGEST = 1 << 20
+"""Bytes of a note; a stack of a thousand frames has a tenth."""
 
 
-def write(path: Path, mark: tuple[int, int, int], stack: tuple[str, ...]) -> None:
+def write(path: Path, mark: tuple[int, int, int], stack: tuple[str, ...], calls: tuple[TorchCall, ...] = ()) -> None:
     """Leave a note that holds while the rank's counters (generation, entered, left) are ``mark``."""
-    said = {"mark": mark, "stack": stack, "time": time.monotonic()}
-    draft = path.with_name(f".{path.name}")
+    said = {"mark": mark, "stack": stack, "time": time.monotonic(), "calls": [asdict(call) for call in calls]}
     with suppress(OSError):  # a full disk must not disturb the job
-        draft.write_text(json.dumps(said))
-        os.replace(draft, path)
+        files.replace(path, json.dumps(said).encode())
 
 
 def merged(box: Snapshot, path: Path) -> Snapshot:
     """The snapshot with what the rank's reporter says, as far as it still holds."""
     try:
-        said: dict[str, Any] = json.loads(path.read_text())
+        said: dict[str, Any] = read_json(path, limit=_LARGEST)
         moved = tuple(said["mark"]) != (box.generation, box.entered, box.left)
         if not moved and said["time"] >= box.phase_since:
-            return replace(box, stack=tuple(said["stack"]))
+            calls = tuple(TorchCall(**call) for call in said.get("calls", ()))
+            return replace(box, stack=tuple(map(str, said["stack"])), torch_calls=calls)
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    return replace(box, raw=None)
+    box = replace(box, raw=None)
+    return box if box.alive or box.closed else with_crash(box, path.parents[1] / "stacks")
 
 
 def place(boxes: Path, rank: int) -> Path:

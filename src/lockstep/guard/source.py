@@ -6,6 +6,7 @@ import ast
 import linecache
 import os
 import re
+import stat
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,6 +22,9 @@ _BY_RANK = re.compile(
 )
 _DECORATORS = re.compile(r"\bon_((local_)?main_|last_|local_)?process\b")
 _LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+
+_LARGEST = 4 << 20
+"""Bytes of a script that is looked into."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,11 @@ def read_lines(path: str) -> Sequence[str]:
     """The lines of a file, as it is now."""
     with suppress(OSError):  # there may be no working directory any more
         path = os.path.abspath(path)
+    # The path may stem from a stranger's run: a pipe or a device would never end, nor would /proc/kmsg, of size 0.
+    with suppress(OSError, ValueError):
+        about = os.stat(path)
+        if not stat.S_ISREG(about.st_mode) or not 0 < about.st_size <= _LARGEST:
+            return ()
     linecache.checkcache(path)
     return linecache.getlines(path)
 

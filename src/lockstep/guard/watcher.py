@@ -7,7 +7,6 @@ while they move: it reads their files.
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 import traceback
@@ -16,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.blackbox import read
+from lockstep.blackbox import processes, read
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.config.resolve import resolve
@@ -28,7 +27,10 @@ from lockstep.guard.explain import explain, understand
 from lockstep.guard.job import Job
 from lockstep.guard.pace import Questions, Slow, all_wait, find_slow
 from lockstep.guard.skips import warn_of_skip
+from lockstep.rundir import files
 from lockstep.rundir.place import RunDirectory
+from lockstep.rundir.ranks import name_ranks
+from lockstep.rundir.regular_file import read_json
 
 WATCHED = "LOCKSTEP_WATCHED"
 """Set for ranks whose launcher watches over them, and has them write their stacks on SIGUSR2."""
@@ -81,7 +83,12 @@ class Watcher:
         self._unanswered: set[int] = set()
         self._left: set[int] = set()
         """Nodes whose launcher has announced that it ends."""
+        self.stopping: float | None = None
+        """When it began to stop the job; None before."""
         self._mine = mine
+        self._seen: dict[int, int] = {}
+        """Rank -> process, of the boxes that the last look found."""
+        self._removed = False
         self._restarts = restarts
         self._before: Diagnosis | None = None
         self._told = 0.0
@@ -175,6 +182,7 @@ class Watcher:
             self._say(found)
 
     def _end(self, found: Found) -> None:
+        self.stopping = time.monotonic()
         write_down(self._directory, found)
         if not self._is_first:  # one box for the whole job, on the first machine's screen
             where = f"In full on machine 0's screen, and in {self._directory.diagnosis_text}."
@@ -201,7 +209,12 @@ class Watcher:
         if everybody is None:
             return None
         found = diagnose(
-            everybody, blocked_for=BLOCKED, stall=self._stall, lost=self._silent(), restarts=self._restarts()
+            everybody,
+            blocked_for=BLOCKED,
+            stall=self._stall,
+            lost=self._silent(),
+            node=self._nodes.get(self._elsewhere.node) if self._elsewhere is not None else None,
+            restarts=self._restarts(),
         )
         before, self._before = self._before, found
         if found is None:
@@ -288,7 +301,21 @@ class Watcher:
 
     def boxes(self) -> list[Snapshot]:
         """The boxes of this machine's ranks."""
-        return together([box for box in read.read_all(self._directory.boxes) if self._mine(box)])
+        found = [box for box in read.read_all(self._directory.boxes) if self._mine(box)]
+        self._look_for_removed({box.rank: box.pid for box in found})
+        return together(found)
+
+    def _look_for_removed(self, found: dict[int, int]) -> None:
+        """Report once that boxes of processes that live are gone: whoever waits for a finding waits in vain."""
+        seen, self._seen = self._seen, found
+        removed = [rank for rank, pid in seen.items() if rank not in found and processes.started(pid)]
+        if removed and not self._removed:
+            self._removed = True
+            self._tell(
+                f"lockstep guard: the black box of {name_ranks(removed)} was removed from {self._directory.boxes}. The "
+                "job continues, but the guard does not see the rank any more: that it falls out of step is not found, "
+                "nor what it was doing if it is killed."
+            )
 
 
 def together(boxes: Sequence[Snapshot]) -> list[Snapshot]:
@@ -348,10 +375,8 @@ def write_down(directory: RunDirectory, found: Found) -> None:
     """Keep a finding in the run directory, for people and for programs."""
     said = {**found.diagnosis.to_dict(), "time": time.time()}
     for path, text in ((directory.diagnosis, json.dumps(said, indent=1)), (directory.diagnosis_text, found.text)):
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
         with suppress(OSError):
-            draft.write_text(text + "\n")
-            os.replace(draft, path)
+            files.replace(path, f"{text}\n".encode(errors="backslashreplace"))
 
 
 def is_stopped(directory: RunDirectory, since: float) -> bool:
@@ -359,7 +384,7 @@ def is_stopped(directory: RunDirectory, since: float) -> bool:
     try:
         if directory.diagnosis.stat().st_mtime < since:
             return False
-        said = json.loads(directory.diagnosis.read_text())
+        said = read_json(directory.diagnosis)
         return bool(said.get("certain")) and said.get("time", 0.0) >= since
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError, TypeError):
         return False

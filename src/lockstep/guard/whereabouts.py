@@ -20,6 +20,7 @@ _LIBRARIES = re.compile(r"/(site|dist)-packages/|/lib/python3|/torch/|^<")
 _DEBUGGERS = re.compile(r"(^|/)(bdb|pdb|pudb|ipdb|debugpy|_?pydevd)[\w./]*:\d+ in ")
 _COMPILERS = re.compile(r"/torch/(_dynamo|_inductor|_functorch)/")
 _LOADERS = re.compile(r"/torch/utils/data/|/torchdata/|/lockstep/data/")
+_TORCH_CALL = re.compile(r"/torch/distributed/distributed_c10d\.py:\d+ in ([a-z]\w*)$")
 _PHASES = {
     "data": "are in the data loader",
     "forward": "are in forward",
@@ -75,9 +76,17 @@ def ending(box: Snapshot) -> tuple[str, str]:
         return "have finished", box.words
     if box.closed:
         return f"have left the job ({box.closed})", box.words
+    if box.crash:
+        return "have crashed", f"{box.crash}, in native code"
     if re.search(r"kill|signal|SIG[A-Z]{2,}|segmentation|abort", box.words, re.IGNORECASE):
         return "were killed", box.words
     return "have exited", box.words
+
+
+def torch_call(stack: Sequence[str]) -> str | None:
+    """The function of torch.distributed at the end of a stack, innermost first; None where it ends elsewhere."""
+    calls = [match[1] for line in stack if (match := _TORCH_CALL.search(line))]
+    return calls[-1] if calls else None
 
 
 def last_seen(box: Snapshot) -> tuple[str, str]:
@@ -88,6 +97,8 @@ def last_seen(box: Snapshot) -> tuple[str, str]:
     frames = user_frames(box.stack)
     if box.op is not None:
         return f"in {label(box.op)}", box.op.site
+    if frames and (call := torch_call(box.stack)):
+        return f"in torch's {call}", frames[0][0]
     if box.phase:
         return _PHASES.get(box.phase, f"are in {box.phase}").removeprefix("are "), box.phase_site
     if frames:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.agent.server.api import (
     _TERMINAL_STATE_SYNC_ID,
     RunResult,
@@ -30,10 +29,11 @@ from torch.distributed.elastic.utils import store as store_util
 
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
+from lockstep.config.signed_store import SignedStore, read_secret
 from lockstep.errors import TopologyError
 from lockstep.guard.exchange import Node
 from lockstep.guard.watcher import WATCHED, Found, Watcher, read_stall
-from lockstep.launch import rendezvous, report
+from lockstep.launch import leftovers, rendezvous, report
 from lockstep.launch.output import Output
 from lockstep.launch.plan import Plan
 from lockstep.launch.report import Exit
@@ -133,6 +133,11 @@ class Agent(LocalElasticAgent):
             # The ranks have them now. Torch would keep its own open, and with them the ends of ranks that have gone.
             for end in filter(None, (handler._stdout, handler._stderr)):
                 end.close()
+            # Torch would signal those, too, that clean up after the others.
+            group = handler.proc.pid
+            handler.close = lambda death_sig=None, group=group: leftovers.signal_group(
+                group, death_sig or signal.SIGTERM
+            )
         close = context.close
         # Whatever time torch would give: some of its calls say 30 s, and 2.9 cannot be asked for another.
         context.close = lambda death_sig=None, timeout=None: close(death_sig, self._grace)
@@ -188,9 +193,7 @@ class Agent(LocalElasticAgent):
 
     def _kill_all(self) -> None:
         context: Any = self._pcontext
-        for handler in context.subprocess_handlers.values():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(handler.proc.pid, signal.SIGKILL)
+        leftovers.end_groups(handler.proc.pid for handler in context.subprocess_handlers.values())
 
     def excuse(self) -> None:
         """Tell agents that wait for this one at the end of the job not to: torch's would wait 5 minutes."""
@@ -201,10 +204,8 @@ class Agent(LocalElasticAgent):
     def _sweep(self) -> None:
         """End what ranks that are gone have left running: each has a process group of its own."""
         context: Any = self._pcontext
-        for handler in context.subprocess_handlers.values() if context is not None else ():
-            if handler.proc.poll() is not None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(handler.proc.pid, signal.SIGKILL)
+        handlers = context.subprocess_handlers.values() if context is not None else ()
+        leftovers.end_groups(handler.proc.pid for handler in handlers if handler.proc.poll() is not None)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         context: Any = self._pcontext
@@ -257,7 +258,7 @@ def run(
                     lost = watcher.find_lost()
                 if agent._worker_group.group_rank == 0:
                     watcher.announce_end()
-            agent.excuse()
+            meeting.ask(agent.excuse, None)
     except SignalException as error:
         closing = False  # torch's own rule: a machine that is told to go leaves the job open for others
         return Ending(signal=int(error.sigval), saved=agent.saved)
@@ -305,7 +306,7 @@ def _watcher(agent: Agent, tell: Callable[[str], None], plan: Plan, meeting: ren
         attempt = env.snapshot().get("LOCKSTEP_ATTEMPT", "")
         store: Any = agent._store
         watcher.join(
-            lambda: PrefixStore(f"lockstep/guard/{attempt}", store.clone()),
+            lambda: SignedStore(store.clone(), read_secret(env.snapshot()), f"lockstep/guard/{attempt}"),
             group.group_rank or 0,
             group.group_world_size or 1,
             meeting.nodes,

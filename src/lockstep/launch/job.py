@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import secrets
 import signal
 import subprocess
 import sys
@@ -16,17 +17,18 @@ from typing import Any
 
 from lockstep.blackbox import read
 from lockstep.blackbox.snapshot import Snapshot
-from lockstep.config import env
+from lockstep.config import env, signed_store
 from lockstep.errors import ConfigError
 from lockstep.guard import side
+from lockstep.guard.crash import Crash, read_crash
 from lockstep.guard.exchange import Node
 from lockstep.guard.reporter import STOPPED
-from lockstep.launch import keeper, report
+from lockstep.launch import leftovers, report
 from lockstep.launch.keeper import Keeper
 from lockstep.launch.output import Output
 from lockstep.launch.plan import Plan
 from lockstep.launch.report import Exit
-from lockstep.rundir import names, place, words
+from lockstep.rundir import files, names, place, words
 from lockstep.rundir.place import RunDirectory
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -79,6 +81,7 @@ class _Job:
         self.quiet = bool(plan.value("quiet", False))
         self.kills = report.out_of_memory_kills()
         self.output: Output | None = None
+        self.last_errors: Mapping[int, bytes | bytearray] = {}
         self.interrupted = False
         """Whether a signal ended the job, so that something may be left running."""
 
@@ -86,10 +89,25 @@ class _Job:
         for note in (*self.plan.notes, *filter(None, [self.directory.note])):
             self.say(note)
         self._write_down()
-        env.publish({**self.plan.env, names.VARIABLE: str(self.directory.path), keeper.VARIABLE: self.keeping.mark})
+        env.publish({**self.plan.env, names.VARIABLE: str(self.directory.path), leftovers.VARIABLE: self.keeping.mark})
+        if self.plan.kind in ("agent", "alone"):
+            env.publish({leftovers.LAUNCHER: str(os.getpid())})
+        self._make_secret()
         if self.plan.kind == "agent":
             return self._with_agent()
         return self._with_child()
+
+    def _make_secret(self) -> None:
+        """A secret for the job, in the environment alone: the plan and the run directory may be shown to others."""
+        if signed_store.read_secret(env.snapshot()):
+            return
+        if self.plan.kind != "agent" or self.plan.machines == 1:
+            env.publish({signed_store.VARIABLE: secrets.token_hex(32)})
+        else:  # started one by one, the nodes could not come to one that only they know
+            self.say(
+                "values in the job's store are not signed; to have them signed, set "
+                f"{signed_store.VARIABLE} to the same random text on every node."
+            )
 
     def say(self, text: str) -> None:
         """A line of the launcher's own, after what the ranks have printed so far."""
@@ -107,7 +125,7 @@ class _Job:
     def _write_down(self) -> None:
         # A full disk, or a working directory that is gone, must not keep the job from running.
         with contextlib.suppress(OSError):
-            self.directory.config.write_text(json.dumps(self.plan.to_dict(), indent=1) + "\n")
+            files.replace(self.directory.config, f"{json.dumps(self.plan.to_dict(), indent=1)}\n".encode())
         with contextlib.suppress(OSError):
             facts = {
                 "host": platform.node(),
@@ -117,7 +135,7 @@ class _Job:
                 "working directory": os.getcwd(),
                 "command": sys.argv,
             }
-            self.directory.env.write_text(json.dumps(facts, indent=1) + "\n")
+            files.replace(self.directory.env, f"{json.dumps(facts, indent=1)}\n".encode())
 
     # --- several processes -------------------------------------------------------------------------------------
 
@@ -141,6 +159,7 @@ class _Job:
             finally:
                 with _handling(dict.fromkeys(_heeded(), _leave)):
                     self.output.close()
+                    self.last_errors = self.output.last_errors
                     self.output = None
         if ending.saved:
             self.interrupted = ending.signal is not None
@@ -174,6 +193,7 @@ class _Job:
             finally:
                 if output is not None:
                     output.close()
+                    self.last_errors = output.last_errors
         if output is not None and output.amid_line and code < 0:
             self._print("")
         if child.received:
@@ -202,6 +222,10 @@ class _Job:
         boxes = self.directory.boxes
         return [side.merged(box, side.place(boxes, box.rank)) for box in read.read_all(boxes)]
 
+    def _crashes(self, exits: tuple[Exit, ...]) -> dict[int, Crash]:
+        found = {ended.rank: read_crash(self.directory.stacks, ended.rank) for ended in exits if ended.code < 0}
+        return {rank: crash for rank, crash in found.items() if crash is not None}
+
     def _out_of_memory(self) -> bool:
         kills = report.out_of_memory_kills()
         return kills is not None and self.kills is not None and kills > self.kills
@@ -212,8 +236,10 @@ class _Job:
             self._words(),
             logs=self.logs,
             boxes=self._boxes(),
+            crashes=self._crashes(exits),
             lost=lost,
             out_of_memory=self._out_of_memory(),
+            last_errors=self.last_errors,
         )
         self._print(text)
         return code

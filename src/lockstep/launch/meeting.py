@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from lockstep.config import network
+from lockstep.config import env, network
+from lockstep.config.signed_store import SignedStore, compare_secrets, from_fields, from_text
+from lockstep.config.store_server import host_store
 from lockstep.errors import ConfigError, TopologyError, first_line
 from lockstep.launch import machine
 
@@ -90,10 +93,12 @@ class _Wait:
 class Meeting:
     """The store that the ranks of one job share."""
 
-    def __init__(self, nodes: Nodes) -> None:
+    def __init__(self, nodes: Nodes, secret: str) -> None:
         self.nodes = nodes
         self.port = nodes.port
         self.store: Any = None
+        """Torch's own, which the ranks connect to."""
+        self._secret = secret
         self._attempt = 0
 
     def begin(self, attempt: int) -> None:
@@ -114,7 +119,7 @@ class Meeting:
         """Whether another machine had a failure."""
         if self.nodes.number == 1:
             return False
-        return self._has(self._key("failed"))
+        return self._ask(lambda store: store.peek(self._key("failed"), _read_failure)) is not None
 
     def tell(self, failure: Elsewhere, *, follows: bool) -> Elsewhere:
         """Say that this machine had a failure, and learn the first one of the job.
@@ -126,21 +131,23 @@ class Meeting:
         deadline = time.monotonic() + PATIENCE
         while follows and not self.news() and time.monotonic() < deadline:
             time.sleep(_LOOK)
-        text = self._ask(
-            lambda store: store.compare_set(self._key("failed"), "", json.dumps(asdict(failure), sort_keys=True))
+        first: Elsewhere = self._ask(
+            lambda store: store.claim(self._key("failed"), json.dumps(asdict(failure)), _read_failure)
         )
-        return Elsewhere(**json.loads(text))
+        return first
 
     def elsewhere(self) -> Elsewhere:
         """The failure that there is news of."""
-        return Elsewhere(**json.loads(self._get(self._key("failed"))))
+        failure: Elsewhere = self._ask(lambda store: store.get(self._key("failed"), _read_failure))
+        return failure
 
     def all_done(self) -> bool:
         """Wait until every machine's ranks have returned; False when some rank failed."""
         if self.nodes.number == 1:
             return True
-        self._ask(lambda store: store.add(self._key("done"), 1))
-        while self._ask(lambda store: store.add(self._key("done"), 0)) < self.nodes.number:
+        self._ask(lambda store: store.set(self._key(f"done/{self.nodes.rank}"), "yes"))
+        everyone = [self._key(f"done/{node}") for node in range(self.nodes.number)]
+        while self._ask(lambda store: store.peek_all(everyone)) is None:
             if self.news():
                 return False
             time.sleep(_LOOK)
@@ -148,38 +155,36 @@ class Meeting:
 
     def close(self, *, patience: float = FAREWELL) -> None:
         """Leave, together with the others: machine 0, which hosts the store, when all have read how it ended."""
-        store, self.store = self.store, None
-        if store is None or self.nodes.number == 1 or not patience:
+        store, self.store = self._signed(), None
+        if store.raw is None or self.nodes.number == 1 or not patience:
             return
         deadline = time.monotonic() + patience
 
-        def together(name: str, number: int) -> None:
-            while store.add(f"lockstep/launch/{name}", 0) < number and time.monotonic() < deadline:
+        def together(name: str) -> None:
+            everyone = [f"{name}/{node}" for node in range(self.nodes.number)]
+            while store.peek_all(everyone) is None and time.monotonic() < deadline:
                 time.sleep(_LOOK)
 
         with suppress(Exception):  # the others may be gone already
-            store.add("lockstep/launch/ready", 1)
-            together("ready", self.nodes.number)
-            store.add("lockstep/launch/gone", 1)
+            store.set(f"ready/{self.nodes.rank}", "yes")
+            together("ready")
+            store.set(f"gone/{self.nodes.rank}", "yes")
             if self.nodes.rank == 0:
-                together("gone", self.nodes.number)
+                together("gone")
 
     # -----------------------------------------------------------------------------------------------------------
 
     def _key(self, name: str) -> str:
-        return f"lockstep/launch/{self._attempt}/{name}"
+        return f"{self._attempt}/{name}"
 
-    def _has(self, key: str) -> bool:
-        return bool(self._ask(lambda store: store.check([key])))
+    def _signed(self) -> SignedStore:
+        return SignedStore(self.store, self._secret, "lockstep/launch")
 
-    def _get(self, key: str) -> str:
-        return str(self._ask(lambda store: store.get(key)).decode())
-
-    def _ask(self, question: Callable[[Any], Any]) -> Any:
+    def _ask(self, question: Callable[[SignedStore], Any]) -> Any:
         from torch.distributed import DistError
 
         try:
-            return question(self.store)
+            return question(self._signed())
         except DistError as error:
             raise TopologyError(
                 f"The line to machine 0 ({self.nodes.address}:{self.port}) broke: {first_line(error)}. Its "
@@ -188,16 +193,13 @@ class Meeting:
 
     def _host(self) -> None:
         from torch.distributed import DistNetworkError
-        from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
         nodes = self.nodes
         if self.port and not nodes.fixed_port and not machine.is_free(self.port):
             self.port = machine.next_free(self.port)
         for last in (False, False, True):
             try:
-                self.store = TCPStore(
-                    nodes.address, self.port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-                )
+                self.store = host_store(nodes.address, self.port, nodes=nodes.number, timeout=timedelta(seconds=60))
                 break
             except DistNetworkError as error:
                 if nodes.fixed_port or last:
@@ -226,25 +228,31 @@ class Meeting:
         """Called on: every machine's launcher. See that all are there, and were told the same."""
         nodes, wait = self.nodes, _Wait(self.nodes.patience)
         told = json.dumps({"num_nodes": nodes.number, "num_processes": nodes.processes, "rdzv_id": nodes.run_id})
-        if self._ask(lambda store: store.add(f"lockstep/launch/node{nodes.rank}/count", 1)) > 1:
+        self._ask(lambda store: compare_secrets(store.raw, self._secret, hosts=nodes.rank == 0))
+        mine = uuid.uuid4().hex
+        if self._ask(lambda store: store.claim(f"node{nodes.rank}/first", mine, from_text)) != mine:
             raise ConfigError(
                 f"node_rank={nodes.rank} is used by two machines. Give each of the {nodes.number} its own, from 0."
             )
-        self._ask(lambda store: store.set(f"lockstep/launch/node{nodes.rank}", told))
+        self._ask(lambda store: store.set(f"node{nodes.rank}", told))
         for other in range(nodes.number):
-            key = f"lockstep/launch/node{other}"
-            while not self._has(key):
+            key = f"node{other}"
+            while (theirs := self._ask(lambda store, key=key: store.peek(key, from_text))) is None:  # type: ignore[misc]
                 if not wait.goes_on(f"machine {other} of {nodes.number}"):
                     raise TopologyError(
                         f"Machine {other} of {nodes.number} has not come within {nodes.patience:g} s. Run the same "
                         f"cell there, with node_rank={other}."
                     )
-            theirs = self._get(key)
             if theirs != told:
                 raise ConfigError(
                     f"The machines were told different things: machine {nodes.rank} {told}, machine {other} {theirs}. "
                     "Make the call the same on all of them, but for node_rank."
                 )
+
+
+def _read_failure(data: bytes) -> Elsewhere:
+    failure: Elsewhere = from_fields(Elsewhere, data)
+    return failure
 
 
 def port_error(port: int, reason: str = "") -> ConfigError:
@@ -254,11 +262,13 @@ def port_error(port: int, reason: str = "") -> ConfigError:
 
 
 def rendezvous(
-    backend: str, endpoint: str, run_id: str, conf: dict[str, Any], number: int
+    backend: str, endpoint: str, run_id: str, conf: dict[str, Any], number: int, secret: str
 ) -> tuple[int, str, int, Callable[[], None]]:
     """Let torch's own rendezvous give out the numbers of the machines: (node rank, address, port, how to leave)."""
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    from lockstep.launch.rendezvous_backend import open_c10d
 
     parameters = RendezvousParameters(
         backend=backend,
@@ -268,9 +278,15 @@ def rendezvous(
         max_nodes=number,
         **conf,
     )
-    handler = get_rendezvous_handler(parameters)
+    store = None
+    if backend == "c10d":
+        handler, store = open_c10d(parameters, secret)
+    else:
+        handler = get_rendezvous_handler(parameters)
     try:
-        info = handler.next_rendezvous()
+        # Torch would host one more store for the ranks, which listens at every interface.
+        with env.patched({} if store is None else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}):
+            info = handler.next_rendezvous()
     except BaseException:
         handler.shutdown()
         raise
@@ -282,4 +298,6 @@ def rendezvous(
     def leave() -> None:
         handler.shutdown()
 
+    if store is not None:
+        return info.rank, endpoint.rpartition(":")[0].strip("[]"), store.port, leave
     return info.rank, place.master_addr, place.master_port, leave

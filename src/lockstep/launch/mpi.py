@@ -14,8 +14,10 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from lockstep.config.host_name import ALLOWED, is_host
+from lockstep.config.limited import read_limited
+from lockstep.config.signed_store import VARIABLE
 from lockstep.errors import ConfigError
 
 _VERSION_SECONDS = 20.0
@@ -42,7 +44,8 @@ _INHERITED = (
     ),
 )
 
-_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?\.?")
+_LARGEST = 4 << 20
+"""Bytes of a host file; 65,536 names have less."""
 _LINE_FORMS = "a host's name or address, perhaps with its number of processes: node1, node1 slots=2 or node1:2"
 
 
@@ -179,9 +182,9 @@ def command(dialect: Dialect, mpirun: str, job: Job, argv: Sequence[str]) -> lis
 def read_hostfile(path: str | os.PathLike[str]) -> list[Host]:
     """The hosts of a file, in its order, each once; a line that cannot be read is an error with its number."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_limited(path, _LARGEST).decode()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        why = (error.strerror or error) if isinstance(error, OSError) else "it is not a text file"
         raise ConfigError(
             f"The host file {os.fspath(path)!r} cannot be read: {why}. "
             f"Write one line for each machine into it, {_LINE_FORMS}."
@@ -211,14 +214,16 @@ def read_hostfile(path: str | os.PathLike[str]) -> list[Host]:
 
 def _host(words: Sequence[str]) -> Host:
     name, slots = words[0], None
-    bracketed = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(.*))?", name)
+    bracketed = re.fullmatch(r"\[([^\[\]]+)\](?::(.*))?", name)
     if bracketed:
         name, count = bracketed[1], bracketed[2]
+        if ":" not in name:
+            raise ValueError(f"{name!r} in brackets is not an IPv6 address")
     else:
         # More than one colon: an IPv6 address, which has no room for a count.
         name, count = name.split(":") if name.count(":") == 1 else (name, None)
-        if name.count(":") == 0 and not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is not a host's name")
+    if not is_host(name):
+        raise ValueError(f"{name!r} is not a host's name; allowed are {ALLOWED}")
     if count is not None:
         slots = _slots(count)
     for word in words[1:]:
@@ -278,7 +283,7 @@ def mpirun_command(
         hosts=[host.name for host in hosts[:num_machines]],
         per_machine=num_processes // num_machines,
         env=given,
-        inherited=sorted(name for name in environ if name.startswith(_INHERITED) and name not in given),
+        inherited=sorted({*(name for name in environ if name.startswith(_INHERITED)), VARIABLE} - given.keys()),
         as_root=os.geteuid() == 0,
     )
     return command(dialect, mpirun, job, argv), dict(dialect.environ)

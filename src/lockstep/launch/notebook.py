@@ -6,13 +6,14 @@ Both call a function on every rank and return what it returned there, in rank or
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lockstep.config import env, network
+from lockstep.config import env, network, signed_store
 from lockstep.config.choices import PrecisionType
 from lockstep.errors import ConfigError, RankFailed, UsageError, first_line
 from lockstep.launch import machine
@@ -321,11 +322,12 @@ def _run_forked(ask: _Ask) -> list[Any] | RankFailed:
     __tracebackhide__ = True
     import torch  # noqa: F401  # once here, not once in every rank
 
-    with _meeting(ask) as meeting:
+    secret = signed_store.read_secret(env.snapshot()) or (secrets.token_hex(32) if ask.num_nodes == 1 else "")
+    with _meeting(ask, secret) as meeting:
         for attempt in range(ask.max_restarts + 1):
             meeting.begin(attempt)
             call = Call(function=ask.function, args=tuple(ask.args), threads=_threads(ask), kept=meeting.store)
-            places = [_place(ask, meeting, local, attempt) for local in range(ask.num_processes or 1)]
+            places = [_place(ask, meeting, local, attempt, secret) for local in range(ask.num_processes or 1)]
             ended = Forks(call, places, interval=ask.monitor_interval, prefix=ask.prefix).run(meeting.news)
             del call  # with the store in it, which is to go before the next one
             outcome = _outcome(ended, meeting)
@@ -336,7 +338,7 @@ def _run_forked(ask: _Ask) -> list[Any] | RankFailed:
 
 
 @contextmanager
-def _meeting(ask: _Ask) -> Iterator[Meeting]:
+def _meeting(ask: _Ask, secret: str) -> Iterator[Meeting]:
     conf = dict(ask.rdzv_conf)
     nodes = Nodes(
         number=ask.num_nodes,
@@ -351,9 +353,9 @@ def _meeting(ask: _Ask) -> Iterator[Meeting]:
     leave = None
     if ask.rdzv_backend != "static":
         endpoint = ask.rdzv_endpoint or f"{ask.master_addr}:{nodes.port}"
-        rank, address, port, leave = rendezvous(ask.rdzv_backend, endpoint, ask.rdzv_id, conf, ask.num_nodes)
+        rank, address, port, leave = rendezvous(ask.rdzv_backend, endpoint, ask.rdzv_id, conf, ask.num_nodes, secret)
         nodes = replace(nodes, rank=rank, address=address, port=port, hosted=True)
-    meeting = Meeting(nodes)
+    meeting = Meeting(nodes, secret)
     together = False
     try:
         yield meeting
@@ -372,7 +374,7 @@ def _threads(ask: _Ask) -> int:
     return max(1, machine.usable_cores() // (ask.num_processes or 1))
 
 
-def _place(ask: _Ask, meeting: Meeting, local_rank: int, attempt: int) -> Place:
+def _place(ask: _Ask, meeting: Meeting, local_rank: int, attempt: int, secret: str) -> Place:
     nodes = meeting.nodes
     rank = nodes.rank * nodes.processes + local_rank
     variables: dict[str, str | None] = {
@@ -391,6 +393,8 @@ def _place(ask: _Ask, meeting: Meeting, local_rank: int, attempt: int) -> Place:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": str(_threads(ask)),
     }
+    if secret:
+        variables[signed_store.VARIABLE] = secret
     if ask.cpu:
         variables[env.VARIABLES["cpu"][0]] = "1"
     if "GLOO_SOCKET_IFNAME" not in env.snapshot():

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lockstep.rundir import files
 from lockstep.rundir.ranks import name_ranks
 
 PATIENCE = 0.2
@@ -30,6 +31,8 @@ GATHERING = 0.5
 _CHUNK = 1 << 16
 _LONGEST = 1 << 20
 """Bytes after which a line that has not ended is passed on."""
+_LAST = 1 << 14
+"""Bytes of a rank's stderr that are kept here, for what is said when it fails."""
 _MOST_HELD = 10_000
 """Lines that may wait to be collapsed."""
 
@@ -69,6 +72,8 @@ class Output:
         self._unfinished: dict[Any, int] = {}
         """Screen -> the rank whose line on it has no end yet."""
         self._noted: set[str] = set()
+        self.last_errors: dict[int, bytearray] = {}
+        """Rank -> the end of what it wrote to stderr since its last start."""
         self._held: deque[_Line] = deque()
         self._same: dict[tuple[str, bytes], deque[_Line]] = {}
         self._last: dict[tuple[str, int], int] = {}
@@ -94,6 +99,7 @@ class Output:
             os.set_blocking(reader, False)
             with self._lock:
                 self._ranks.add(rank)
+                self.last_errors[rank] = bytearray()
                 self._streams[reader] = _Stream(rank, name, reader, writer, path, file)
                 self._selector.register(reader, selectors.EVENT_READ)
             ends[name] = writer
@@ -263,24 +269,32 @@ class Output:
 
     def _open_file(self, path: Path) -> BinaryIO | None:
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return open(path, "ab", buffering=0)
+            files.make_folder(path.parent)
+            return open(path, "ab", buffering=0, opener=files.private)
         except OSError as error:
-            self._not_kept(path, error)
+            self._not_kept(path, error.strerror or str(error))
             return None
 
     def _keep(self, stream: _Stream, data: bytes) -> None:
+        if stream.name == "err":
+            # Here, too: the file may be on a disk that is full.
+            last = self.last_errors[stream.rank]
+            last += data
+            del last[:-_LAST]
         if stream.file is None:
             return
         try:
             rest = memoryview(data)
             while rest:
                 rest = rest[stream.file.write(rest) :]
+            if not os.fstat(stream.file.fileno()).st_nlink:
+                self._not_kept(stream.path, "removed by somebody")
         except OSError as error:  # a full disk must not stop the job
-            self._not_kept(stream.path, error)
+            self._not_kept(stream.path, error.strerror or str(error))
 
-    def _not_kept(self, path: Path, error: OSError) -> None:
-        self._note("disk", f"what ranks print is not kept in {path.parent} ({error.strerror}); the job goes on.")
+    def _not_kept(self, path: Path, reason: str) -> None:
+        way = "what ranks print is shown here only"
+        self._note("disk", f"the log files in {path.parent} are incomplete ({reason}): {way}. The job continues.")
 
     # --- the screen --------------------------------------------------------------------------------------------
 

@@ -14,25 +14,38 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Unanswered
+from typing import Any, TypeVar
 
 import torch.distributed.elastic.rendezvous.registry as registry
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStoreInfo,
 )
+from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.config import env
 from lockstep.config.network import REFUSED, interface_of, knock
+from lockstep.config.signed_store import SignedStore, read_secret
 from lockstep.errors import ConfigError, TopologyError
 from lockstep.guard.exchange import Node
 from lockstep.launch.plan import Plan
+from lockstep.launch.rendezvous_backend import open_c10d
 
 _SILENCE = 5.0
 """Seconds of waiting for other machines after which we say so."""
 _ONE_TRY = 2.0
 """Seconds for one connection, made to see what is in the way."""
+Answer = TypeVar("Answer")
+_ANSWERS = 2.0
+"""Seconds that the store has to answer the agent."""
+_MOST_RANKS = 4096
+"""Ranks that one node may say it has."""
 
 
 def open_meeting(plan: Plan, tell: Callable[[str], None]) -> Meeting:
@@ -46,11 +59,17 @@ def open_meeting(plan: Plan, tell: Callable[[str], None]) -> Meeting:
         local_addr=plan.address,
         **_settings(plan),
     )
+    secret = read_secret(env.snapshot())
     try:
         with _told(tell, lambda: _obstacle(plan), plan.machines, after=_ONE_TRY):
-            return Meeting(registry.get_rendezvous_handler(parameters), plan, tell)
-    except RendezvousConnectionError as error:
+            if plan.rdzv_backend != "c10d" or parameters.get("store_type", "tcp") != "tcp":
+                return Meeting(registry.get_rendezvous_handler(parameters), plan, tell, secret)
+            handler, store = open_c10d(parameters, secret)
+        return Meeting(handler, plan, tell, secret, store)
+    except (RendezvousConnectionError, DistError) as error:
         raise unreachable(plan) from error
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"The meeting cannot be set up by --rdzv_backend {plan.rdzv_backend}: {error}") from error
 
@@ -58,10 +77,21 @@ def open_meeting(plan: Plan, tell: Callable[[str], None]) -> Meeting:
 class Meeting(RendezvousHandler):
     """Torch's rendezvous, with machine numbers kept and the attempt named."""
 
-    def __init__(self, inner: RendezvousHandler, plan: Plan, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        inner: RendezvousHandler,
+        plan: Plan,
+        say: Callable[[str], None],
+        secret: str,
+        shared: TCPStore | None = None,
+    ) -> None:
         self._inner = inner
         self._plan = plan
         self._say = say
+        self._secret = secret
+        self._shared = shared
+        """The store that the ranks use; None where torch makes one for them."""
+        self._asking: Future[Any] | None = None
         self.nodes: tuple[Node, ...] = ()
         """The nodes of this attempt, once they have met."""
 
@@ -70,33 +100,40 @@ class Meeting(RendezvousHandler):
         number = self._plan.machines
         waiting = f"waiting for {number} machines at {self._plan.endpoint} …"
         with _told(self._say, lambda: waiting, number, f"all {number} machines are here."):
-            info = self._inner.next_rendezvous()
-            rank = info.rank
+            # Torch would host one more store for the ranks, which listens at every interface.
+            own = {} if self._shared is None else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            with env.patched(own):
+                info = self._inner.next_rendezvous()
+            rank, store = info.rank, SignedStore(info.store, self._secret, "lockstep")
             if self._plan.machine_rank is not None and self._plan.machines > 1 and self._plan.rdzv_backend == "c10d":
-                rank = self._own_number(info)
+                rank = self._own_number(info, store)
             if number > 1:
-                self.nodes = self._exchange_names(info, rank)
+                self.nodes = self._exchange_names(info, store, rank)
         if info.rank == 0:
-            info.store.set("lockstep/attempt", uuid.uuid4().hex[:8])
+            store.set("attempt", uuid.uuid4().hex[:8])
         # Inherited by the processes that are started next.
-        env.publish({"LOCKSTEP_ATTEMPT": info.store.get("lockstep/attempt").decode()})
-        return RendezvousInfo(info.store, rank, info.world_size, info.bootstrap_store_info)  # type: ignore[arg-type]
+        env.publish({"LOCKSTEP_ATTEMPT": store.get("attempt", _read_attempt)})
+        place: Any = info.bootstrap_store_info
+        if self._shared is not None:
+            host = self._plan.endpoint.rpartition(":")[0].strip("[]")
+            place = RendezvousStoreInfo(host, self._shared.port)
+        return RendezvousInfo(info.store, rank, info.world_size, place)
 
-    def _exchange_names(self, info: RendezvousInfo, own: int) -> tuple[Node, ...]:
+    def _exchange_names(self, info: RendezvousInfo, store: SignedStore, own: int) -> tuple[Node, ...]:
         """Called on: all machines. Who is who: a node that is lost later cannot be asked any more."""
-        info.store.set(f"lockstep/node/{own}", json.dumps([platform.node(), self._plan.per_machine]))
+        store.set(f"node/{own}", json.dumps([platform.node(), self._plan.per_machine, self._plan.address]))
         nodes: list[Node] = []
         first = 0
         for number in range(info.world_size):
-            host, count = json.loads(info.store.get(f"lockstep/node/{number}"))
-            nodes.append(Node(number=number, host=host, ranks=tuple(range(first, first + count))))
+            host, count, address = store.get(f"node/{number}", _read_node)
+            nodes.append(Node(number=number, host=host, ranks=tuple(range(first, first + count)), address=address))
             first += count
         return tuple(nodes)
 
-    def _own_number(self, info: RendezvousInfo) -> int:
+    def _own_number(self, info: RendezvousInfo, store: SignedStore) -> int:
         own = self._plan.machine_rank
-        info.store.set(f"lockstep/machine/{info.rank}", str(own))
-        said = [int(info.store.get(f"lockstep/machine/{peer}")) for peer in range(info.world_size)]
+        store.set(f"machine/{info.rank}", str(own))
+        said = [store.get(f"machine/{peer}", int) for peer in range(info.world_size)]
         if sorted(said) != list(range(info.world_size)):
             raise TopologyError(
                 f"The machines call themselves {', '.join(map(str, sorted(said)))}, and must be numbered 0 to "
@@ -111,7 +148,7 @@ class Meeting(RendezvousHandler):
     @property
     def use_agent_store(self) -> bool:
         """Whether the ranks use the store in which the agents met."""
-        return self._inner.use_agent_store
+        return self._shared is not None or self._inner.use_agent_store
 
     def is_closed(self) -> bool:
         """Whether nobody can join any more."""
@@ -119,11 +156,36 @@ class Meeting(RendezvousHandler):
 
     def set_closed(self) -> None:
         """Let nobody join any more."""
-        self._inner.set_closed()
+        self.ask(self._inner.set_closed, None)
 
     def num_nodes_waiting(self) -> int:
-        """Machines that wait for the next round."""
-        return self._inner.num_nodes_waiting()
+        """Nodes that wait for the next round; 0 while the store does not answer."""
+        return self.ask(self._inner.num_nodes_waiting, 0)
+
+    def ask(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """The answer, or ``otherwise`` from a store that gives none.
+
+        Behind a network that is cut, torch waits for an answer without a limit, and holds a lock meanwhile. The agent
+        asks between two looks at its ranks: it would never see that they have ended.
+        """
+        if self._plan.machines == 1:
+            return question()
+        if self._asking is not None and not self._asking.done():
+            return otherwise
+        answer: Future[Answer] = Future()
+        self._asking = answer
+
+        def ask() -> None:
+            try:
+                answer.set_result(question())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="lockstep-rendezvous", daemon=True).start()
+        try:
+            return answer.result(_ANSWERS)
+        except Unanswered:
+            return otherwise
 
     def get_run_id(self) -> str:
         """The job's name."""
@@ -131,7 +193,18 @@ class Meeting(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Leave."""
-        return self._inner.shutdown()
+        return self.ask(self._inner.shutdown, False)
+
+
+def _read_attempt(data: bytes) -> str:
+    return f"{int(data, 16):08x}"
+
+
+def _read_node(data: bytes) -> tuple[str, int, str]:
+    host, count, address = json.loads(data)
+    if not isinstance(host, str) or not isinstance(address, str) or not 0 < int(count) <= _MOST_RANKS:
+        raise ValueError(host)
+    return host, int(count), address
 
 
 def _settings(plan: Plan) -> dict[str, str]:

@@ -12,8 +12,10 @@ from pathlib import Path
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.errors import first_line
 from lockstep.guard.causes import KILLED
+from lockstep.guard.crash import Crash, different_calls, format_stack
 from lockstep.guard.exchange import Node
 from lockstep.guard.whereabouts import last_steps
+from lockstep.rundir.printable import printable, uncoloured
 from lockstep.rundir.ranks import name_ranks
 from lockstep.rundir.words import LastWords, first_failure
 
@@ -86,10 +88,15 @@ def tell(
     *,
     logs: Path,
     boxes: Sequence[Snapshot] = (),
+    crashes: Mapping[int, Crash] | None = None,
     lost: Sequence[Node] = (),
     out_of_memory: bool = False,
+    last_errors: Mapping[int, bytes | bytearray] | None = None,
 ) -> tuple[str, int]:
-    """The text for the screen, and the exit code of the job. ``boxes`` show what a rank without words was doing."""
+    """The text for the screen, and the exit code of the job.
+
+    ``boxes`` show what a rank without words was doing, ``last_errors`` the end of what each rank wrote to stderr.
+    """
     own = {ended.rank: ended for ended in exits}
     said = _of_these(exits, words)
     first = _first(exits, said)
@@ -100,10 +107,12 @@ def tell(
         where = f", at {words_of_first.line}" if words_of_first is not None and words_of_first.line else ""
         seen = f"its launcher does not answer, and the ranks here lost the connection to it{where}"
         lines += [*_followers(own, said, None, out_of_memory), "", lost_text(lost, seen)]
-        return "\n".join(lines), _code(ended, words_of_first)
+        return printable("\n".join(lines)), _code(ended, words_of_first)
+    # The first failure last, where the eye falls.
     lines += [*_followers(own, said, first, out_of_memory), ""]
-    lines += _in_full(ended, said.get(first), _box_of(ended, boxes), logs, out_of_memory)  # last, where the eye falls
-    return "\n".join(lines), _code(ended, said.get(first))
+    tail = _tail((last_errors or {}).get(first, b""))
+    lines += _in_full(ended, said.get(first), boxes, (crashes or {}).get(first), tail, out_of_memory)
+    return printable("\n".join(lines)), _code(ended, said.get(first))
 
 
 def _code(ended: Exit, words: LastWords | None) -> int:
@@ -121,9 +130,11 @@ def one_line(
     first = _first(exits, said)
     ended = next(ended for ended in exits if ended.rank == first)
     if first in said:
-        return f"Rank {first} failed at {said[first].line}: {_one_line(said[first])}."
+        return printable(f"Rank {first} failed at {said[first].line}: {_one_line(said[first])}.")
     box = _box_of(ended, boxes)
-    return f"Rank {first} failed: {in_words(ended.code, out_of_memory)}.{f' {last_steps(box)}' if box else ''}"
+    return printable(
+        f"Rank {first} failed: {in_words(ended.code, out_of_memory)}.{f' {last_steps(box)}' if box else ''}"
+    )
 
 
 def _box_of(ended: Exit, boxes: Sequence[Snapshot]) -> Snapshot | None:
@@ -146,7 +157,7 @@ def _first(exits: Sequence[Exit], said: Mapping[int, LastWords]) -> int:
 
 def lost_text(lost: Sequence[Node], seen: str) -> str:
     """Nodes that have left the job without a word, and what to do."""
-    who = ", ".join(map(str, lost))
+    who = printable(", ".join(map(str, lost)))
     return (
         f"{who[:1].upper()}{who[1:]} {'is' if len(lost) == 1 else 'are'} lost: {seen}.\n"
         "Look whether the node is up, at its kernel log and at what the scheduler recorded; if it is up, at the last "
@@ -174,7 +185,14 @@ def _followers(
     return [f"{name_ranks(ranks)}: {what}" for what, ranks in lines.items()]
 
 
-def _in_full(ended: Exit, words: LastWords | None, box: Snapshot | None, logs: Path, out_of_memory: bool) -> list[str]:
+def _in_full(
+    ended: Exit,
+    words: LastWords | None,
+    boxes: Sequence[Snapshot],
+    crash: Crash | None,
+    tail: Sequence[str],
+    out_of_memory: bool,
+) -> list[str]:
     host = words.host if words is not None else socket.gethostname()
     who = f"Rank {ended.rank} on {host} (pid {ended.pid}) failed first"
     if words is not None and words.kind == "SystemExit":
@@ -185,11 +203,13 @@ def _in_full(ended: Exit, words: LastWords | None, box: Snapshot | None, logs: P
     if words is not None:
         return [f"{who}, at {words.line}:", "", words.traceback.rstrip(), *(["", words.advice] if words.advice else [])]
     lines = [f"{who}: {in_words(ended.code, out_of_memory)}."]
+    box = _box_of(ended, boxes)
     if box is not None:
-        lines.append(last_steps(box))
+        lines += [last_steps(box), *filter(None, [different_calls(box, boxes)])]
     if ended.code == -signal.SIGKILL and not out_of_memory:
         lines.append(KILLED)
-    tail = _tail(logs / f"rank_{ended.rank}.err")
+    if crash is not None and crash.stack:
+        lines += ["Its Python stack:", "", *format_stack(crash.stack), ""]
     if tail:
         lines += ["The last it wrote to stderr:", "", *tail]
     elif ended.code > 0:
@@ -197,14 +217,8 @@ def _in_full(ended: Exit, words: LastWords | None, box: Snapshot | None, logs: P
     return lines
 
 
-def _tail(path: Path) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - 16_384))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
+def _tail(written: bytes | bytearray) -> list[str]:
+    text = uncoloured(written.decode(errors="replace"))
     # By "\n" alone: of a progress bar, which goes back by "\r", only the last state counts.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.removesuffix("\n").split("\n")]
     return [f"  {line}" for line in lines[-_TAIL:]] if any(line.strip() for line in lines) else []

@@ -3,7 +3,7 @@
 It runs the script as Python would, as ``__main__``, and adds what the launcher needs to say why a rank ended:
 
 - an exception that nobody caught is written down as the rank's last words before it is printed;
-- a crash in native code prints the Python lines that led to it;
+- a crash in native code writes the Python lines that led to it into the run directory;
 - SIGUSR2 writes the stacks of all threads into the run directory, even while the main thread is in C++;
 - the rank dies with its launcher, however that ends, so that nothing is left running.
 
@@ -19,13 +19,14 @@ import signal
 import sys
 
 from lockstep.config import env
-from lockstep.rundir import names
+from lockstep.launch import leftovers
+from lockstep.rundir import files, names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import ModuleType, TracebackType
-    from typing import Any
+    from typing import Any, TextIO
 
 _kept: list[Any] = []
 """Files that must stay open as long as the process lives."""
@@ -36,12 +37,11 @@ def main() -> None:
     argv = sys.argv[1:]
     module = bool(argv) and argv[0] == "-m"
     script, *args = argv[1:] if module else argv
-    _die_with_launcher()
     environ = env.snapshot()
+    _die_with_launcher(environ.get(leftovers.LAUNCHER))
     directory = environ.get(names.VARIABLE)
-    if directory:
-        _write_stacks_on_signal(directory, environ)
-    _write_stack_on_crash()
+    _write_stack_on_crash(_write_stacks_on_signal(directory, environ) if directory else None)
+    leftovers.use_folder(environ.get(leftovers.VARIABLE, ""))
     _print_without_us()
     sys.argv = [script, *args]
     try:
@@ -106,34 +106,37 @@ def _from_script(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _write_stacks_on_signal(directory: str, environ: Mapping[str, str]) -> None:
+def _write_stacks_on_signal(directory: str, environ: Mapping[str, str]) -> TextIO | None:
     folder = os.path.join(directory, "stacks")
     try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        file = open(os.path.join(folder, names.stack_file(names.rank_in(environ))), "w")  # noqa: SIM115  # stays open as long as the process
+        files.make_folder(folder)
+        path = os.path.join(folder, names.stack_file(names.rank_in(environ)))
+        file = open(path, "w", opener=files.private)  # noqa: SIM115  # stays open as long as the process
     except OSError:
-        return  # a disk that fails must not keep the script from running
+        return None  # a disk that fails must not keep the script from running
     _kept.append(file)
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+    return file
 
 
-def _write_stack_on_crash() -> None:
+def _write_stack_on_crash(file: TextIO | None) -> None:
+    """Into the file, where the failure report finds it; else to stderr."""
     with contextlib.suppress(RuntimeError, OSError, ValueError):  # without a stderr there is nowhere to write
         if not faulthandler.is_enabled():
-            faulthandler.enable()
+            faulthandler.enable(file or sys.stderr)
 
 
-def _die_with_launcher() -> None:
-    """Have Linux kill this process when the launcher is gone, killed or not."""
+def _die_with_launcher(launcher: str | None) -> None:
+    """Have Linux kill this process when the launcher, of this number, is gone, killed or not."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes
 
-    parent = os.getppid()
+    parent = int(launcher) if launcher and launcher.isdecimal() else os.getppid()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)  # it went in between
+        os.kill(os.getpid(), signal.SIGKILL)  # it went before: while this process was being started, even
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.limited import read_limited
 from lockstep.errors import ConfigError
 
 SEQUENCE = 512
@@ -27,6 +28,8 @@ _STORED = {
     **{"BOOL": torch.bool},
 }
 """Names of types in a safetensors header."""
+_LARGEST_HEADER = 100_000_000
+"""Bytes of a header or an index; the format of safetensors allows no more."""
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids")
 """Ends of names that are buffers in every model known; a file does not tell them from parameters."""
 
@@ -221,8 +224,10 @@ def _files(folder: Path, kind: str) -> list[Path]:
     """The files that belong to the model: those of an index where there is one, else all of the kind."""
     for index in sorted(folder.glob(f"*.{kind}.index.json")):
         try:
-            parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if not index.is_file():  # a link to one is, in the cache of Hugging Face
+                raise ValueError("it is not a file")
+            parts = sorted(set(json.loads(read_limited(index, _LARGEST_HEADER))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{index} cannot be read: {error!r}. It must be JSON with a weight_map.") from error
         missing = [part for part in parts if not (folder / part).is_file()]
         if missing:
@@ -233,7 +238,7 @@ def _files(folder: Path, kind: str) -> list[Path]:
         return [folder / part for part in parts]
     whole = folder / ("model.safetensors" if kind == "safetensors" else "pytorch_model.bin")
     ours = {"safetensors": "*.safetensors", "bin": "*model*.bin"}[kind]
-    return [whole] if whole.is_file() else sorted(folder.glob(ours))
+    return [whole] if whole.is_file() else sorted(file for file in folder.glob(ours) if file.is_file())
 
 
 def _safetensors_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -241,7 +246,7 @@ def _safetensors_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], torc
     try:
         with open(file, "rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            if not 0 < length <= file.stat().st_size - 8:
+            if not 0 < length <= min(file.stat().st_size - 8, _LARGEST_HEADER):
                 raise ValueError(f"the header would be {length} bytes, the file has {file.stat().st_size}")
             header = json.loads(stream.read(length))
         for key, entry in header.items():
@@ -249,7 +254,7 @@ def _safetensors_header(file: Path) -> Iterator[tuple[str, tuple[int, ...], torc
                 yield key, tuple(map(int, entry["shape"])), _STORED[entry["dtype"]]
     except KeyError as error:
         raise ConfigError(f"{file} holds a tensor of a type that is not known: {error}.") from error
-    except (OSError, ValueError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ConfigError(f"{file} is not a safetensors file that can be read: {error}.") from error
 
 

@@ -18,11 +18,13 @@ from lockstep.numerics.process import keep
 from lockstep.numerics.recall import Forward
 from lockstep.numerics.replay import replay
 from lockstep.numerics.report import Hit
-from lockstep.numerics.together import Finding, claim, put_together
+from lockstep.numerics.together import Finding, claim, forget, put_together
 from lockstep.topology.group import Group
 
 _REPLAYS = 5
 """So many bad batches are run once more; after that each is told in a line."""
+_APART = 8
+"""Bad batches after which no rank is behind at an earlier one: each was followed by an update, or agreed on."""
 _TOLD_AT = frozenset((10, 100, 1000, 10_000, 100_000))
 
 
@@ -51,6 +53,8 @@ class Teller:
     def update(self, what: str, samples: Any, forwards: list[Forward], *, alone: bool) -> tuple[str, bool]:
         """Called on: all ranks, unless ``alone``. What is to be told of an update; whether this rank tells it."""
         self._hits += 1
+        for kind in ("hit", "alone"):
+            forget(self._group, self._named(f"{kind}{self._hits - _APART}"))
         mine = self._finding(what, samples, forwards)
         if alone:
             name = self._named(f"alone{self._hits}")

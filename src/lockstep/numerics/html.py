@@ -23,6 +23,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.align import Source, by_batch, merged_order
 from lockstep.numerics.frames import Frame, Stat
 from lockstep.numerics.trace import number
+from lockstep.rundir.printable import printable
 
 _NAN, _INF, _THERE, _NUMBERS = 1, 2, 4, 8
 """The bits of a cell, as heatmap.js reads them."""
@@ -115,7 +116,7 @@ def write_page(
 def _plain(stat: Stat) -> list[Any]:
     tiny = None if stat.tiny is None else number(stat.tiny)
     lowest, largest = number(stat.abs_min), number(stat.abs_max)
-    return [stat.name, stat.dtype, stat.shape, lowest, largest, stat.nans, stat.infs, tiny, stat.note]
+    return [printable(stat.name), stat.dtype, stat.shape, lowest, largest, stat.nans, stat.infs, tiny, stat.note]
 
 
 def _asset(name: str) -> str:
@@ -128,14 +129,15 @@ def _embed(file: IO[str], name: str, data: bytes) -> None:
 
 
 def _begin(file: IO[str], title: str) -> None:
+    title = html.escape(printable(title))
     file.write(
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         # Nothing is fetched from anywhere; the browser holds us to it.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         "script-src 'unsafe-inline'\">\n"
-        f"<title>{html.escape(title)} - numbers</title>\n<style>\n{_asset('heatmap.css')}</style>\n</head>\n<body>\n"
-        f"<h1>{html.escape(title)}: abs max of modules by batches</h1>\n"
+        f"<title>{title} - numbers</title>\n<style>\n{_asset('heatmap.css')}</style>\n</head>\n<body>\n"
+        f"<h1>{title}: abs max of modules by batches</h1>\n"
     )
 
 
@@ -144,11 +146,11 @@ def _end(file: IO[str], table: _Table, ranks: list[int], notes: list[str]) -> No
     where = f"{len(table.rows)} rows, {len(table.batches)} batches, {len(ranks)} rank{'' if len(ranks) == 1 else 's'}"
     file.write(f'<p class="faint">{where}; {bad or "no"} cell{"" if bad == 1 else "s"} with nan or inf.</p>\n')
     if notes:
-        file.write(f"<ul>{''.join(f'<li>{html.escape(note)}</li>' for note in notes)}</ul>\n")
+        file.write(f"<ul>{''.join(f'<li>{html.escape(printable(note))}</li>' for note in notes)}</ul>\n")
     file.write(_BODY)
     rows: list[dict[str, str]] = [{}] * len(table.rows)
     for (phase, module), row in table.rows.items():
-        rows[row] = {"name": module, "phase": phase, "kind": table.kinds[row]}
+        rows[row] = {"name": printable(module), "phase": phase, "kind": printable(table.kinds[row])}
     index = {"rows": rows, "order": [table.rows[key] for key in table.order], "batches": table.batches, "ranks": ranks}
     text = json.dumps(index, separators=(",", ":")).replace("<", "\\u003c")
     file.write(f'<script type="application/json" id="index">{text}</script>\n')

@@ -57,7 +57,7 @@ def header(file: Path) -> dict[str, Any]:
         metadata = opened.schema_arrow.metadata or {}
     try:
         table = json.loads(metadata[_HEADER])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, RecursionError):
         raise ConfigError(f"{file} is Parquet, but not a trace: it was not written by lockstep.") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{file} is Parquet, but not a trace: it was not written by lockstep.")

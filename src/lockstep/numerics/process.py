@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lockstep.config import env
 from lockstep.errors import LockstepError
+from lockstep.rundir import files
 from lockstep.topology import current, environments
 
 
@@ -44,8 +45,8 @@ def keep(folder: Path | None, rank: int, text: str) -> Path | None:
         return None
     path = folder / f"rank_{rank}.txt"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
+        files.make_folder(folder)
+        with open(path, "a", encoding="utf-8", opener=files.private) as file:
             file.write(text.strip() + "\n\n")
     except OSError:
         return None

@@ -117,7 +117,7 @@ def files_in(folder: Path) -> dict[int, Path]:
     found = {}
     for name in names:  # where both forms lie, the process ended while it made one of the other: the first is whole
         match = _FILE.fullmatch(name)
-        if match and int(match[1]) not in found:
+        if match and int(match[1]) not in found and (folder / name).is_file():  # a pipe would keep us waiting
             found[int(match[1])] = folder / name
     return found
 
@@ -157,7 +157,7 @@ def read_header(file: Path) -> dict[str, Any]:
     if not line.endswith(b"\n") and (_BEGINNING.startswith(line) or line.startswith(_BEGINNING)):
         try:
             return _checked_header(file, json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}  # cut within its first line
     try:
         table = json.loads(line)

@@ -6,6 +6,7 @@ rank that found nothing is not waited for in a collective.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +14,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lockstep.config.signed_store import from_fields, from_text
+from lockstep.errors import TopologyError
 from lockstep.topology.group import Group
 
 PATIENCE = timedelta(seconds=60)
@@ -44,30 +47,36 @@ def claim(group: Group, name: str) -> int:
     """The rank that was first to claim the telling of something."""
     if group.world_size == 1:
         return group.rank
-    return int(group.store.compare_set(_key(group, f"{name}/teller"), "", str(group.rank)))
+    first: int = group.store.claim(group.key(f"numerics/{name}/teller"), str(group.rank), int)
+    return first
 
 
 def put_together(group: Group, name: str, mine: Finding) -> tuple[str, bool]:
     """Called on: all ranks that found it. One text out of what all of them know; whether this rank is to tell it."""
     if group.world_size == 1:
         return compose([mine], 1), True
-    store = group.store
-    store.set(_key(group, f"{name}/{group.rank}"), json.dumps(asdict(mine)))
-    told = _key(group, f"{name}/told")
+    store, place = group.store, group.key(f"numerics/{name}")
+    store.set(f"{place}/{group.rank}", json.dumps(asdict(mine)))
     if claim(group, name) != group.rank:
         try:
-            store.wait([told], PATIENCE + timedelta(seconds=10))
-            return store.get(told).decode(), False
-        except dist.DistStoreError:
+            return store.get(f"{place}/told", from_text, PATIENCE + timedelta(seconds=10)), False
+        except (dist.DistStoreError, TopologyError):
             return compose([mine], group.world_size), False
-    keys = {rank: _key(group, f"{name}/{rank}") for rank in range(group.world_size)}
+    keys = [f"{place}/{rank}" for rank in range(group.world_size)]
+    read = functools.partial(from_fields, Finding)
     try:
-        store.wait(list(keys.values()), PATIENCE)
-    except dist.DistStoreError:  # some rank has found nothing, or is gone: what there is will do
-        keys = {rank: key for rank, key in keys.items() if store.check([key])}
-    text = compose([Finding(**json.loads(store.get(key))) for key in keys.values()], group.world_size)
-    store.set(told, text)
+        findings = store.gather(keys, read, PATIENCE)
+    except (dist.DistStoreError, TopologyError):  # some rank has found nothing, or is gone: what there is will do
+        findings = [found for key in keys if (found := store.peek(key, read)) is not None]
+    text = compose(findings, group.world_size)
+    store.set(f"{place}/told", text)
     return text, True
+
+
+def forget(group: Group, name: str) -> None:
+    """Remove what this rank has written about something that all ranks are done with."""
+    if group.world_size > 1:
+        group.store.delete_own(group.key(f"numerics/{name}/"))
 
 
 def compose(findings: Sequence[Finding], ranks: int) -> str:
@@ -81,7 +90,3 @@ def compose(findings: Sequence[Finding], ranks: int) -> str:
     if ranks > 1:
         lines = [f"The forwards and losses of {len(findings)} of {ranks} ranks are finite."]
     return "\n".join([*lines, *[one.report for one in findings if one.report][:1]])
-
-
-def _key(group: Group, name: str) -> str:
-    return f"numerics/{group.generation}/{name}"

@@ -8,8 +8,10 @@ import os
 from pathlib import Path
 
 from lockstep.optim.effective import Record, compare
+from lockstep.rundir.regular_file import read_json
 
 NAME = "lockstep_run.json"
+_LARGEST = 1 << 20
 
 
 def keep(project_dir: str, record: Record) -> list[str]:
@@ -35,10 +37,9 @@ def keep(project_dir: str, record: Record) -> list[str]:
 
 def _read(path: Path) -> Record | None:
     try:
-        text = path.read_text(encoding="utf-8")
+        return Record.from_dict(read_json(path, limit=_LARGEST))
     except FileNotFoundError:
         return None
-    return Record.from_dict(json.loads(text))
 
 
 def _write(path: Path, record: Record) -> None:

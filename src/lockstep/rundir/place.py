@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lockstep.errors import ConfigError
 from lockstep.rundir.names import VARIABLE, stack_file
+from lockstep.rundir.regular_file import read_regular
 
 KEEP = 20
 """How many runs of a project are kept."""
@@ -199,7 +200,7 @@ def _announce(path: Path) -> str | None:
 def is_running(path: Path) -> bool:
     """Whether a launcher of this run still lives, as far as can be known from here."""
     try:
-        text = (path / "pid").read_text(encoding="utf-8", errors="replace")
+        text = read_regular(path / "pid").decode("utf-8", "replace")
     except FileNotFoundError:
         return False
     except OSError:

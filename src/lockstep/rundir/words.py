@@ -18,8 +18,10 @@ from typing import Any
 
 from lockstep.config import env
 from lockstep.errors import DistributedOperationException, LockstepError, PeerFailure
+from lockstep.rundir import files
 from lockstep.rundir.names import rank_in
 from lockstep.rundir.place import RunDirectory
+from lockstep.rundir.regular_file import read_json
 
 MESSAGE_LIMIT = 10_000
 TRACEBACK_LIMIT = 100_000
@@ -139,25 +141,13 @@ def _number(text: str | None) -> int:
 
 def write(directory: Path, words: LastWords) -> bool:
     """Leave last words in a run directory. A disk that fails must not hide the user's error: False, no exception."""
-    temporary = None
     try:
         path = RunDirectory(path=directory).words(words.rank)
-        os.makedirs(path.parent, mode=0o700, exist_ok=True)
-        data = json.dumps(asdict(words), indent=1).encode()
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(temporary, "wb", opener=_private) as file:
-            file.write(data)
-        os.replace(temporary, path)
+        files.make_folder(path.parent)
+        files.replace(path, json.dumps(asdict(words), indent=1).encode())
     except Exception:
-        if temporary is not None:
-            with suppress(OSError):
-                temporary.unlink()
         return False
     return True
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)  # an error's text may hold secrets, and the folder may be open to others
 
 
 def message_of(value: BaseException | None) -> str:
@@ -288,8 +278,7 @@ def read_all(directory: Path, attempt: str | None = None) -> list[LastWords]:
 
 
 def _parse(path: Path) -> LastWords:
-    with open(path, "rb") as file:
-        data = json.loads(file.read(_FILE_LIMIT))
+    data = read_json(path, limit=_FILE_LIMIT)
     if not isinstance(data, dict):
         raise ValueError("not a table")
     known = [field for field in fields(LastWords) if field.name in data or field.default is MISSING]

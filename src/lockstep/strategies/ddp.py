@@ -21,6 +21,7 @@ from lockstep.comm.tensors import broadcast_leaves
 from lockstep.config.choices import DDPCommunicationHookType
 from lockstep.config.handlers import DistributedDataParallelKwargs
 from lockstep.errors import DistributedOperationException, UsageError
+from lockstep.guard.torch_calls import allow_stacks
 from lockstep.optim.accumulation import Accumulation
 from lockstep.strategies.averaging import average_gradients
 from lockstep.strategies.joining import Stateful, check_joinables, joined
@@ -80,6 +81,7 @@ class DDP:
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
         )
+        allow_stacks()  # cheap here, as DDP has loaded the compiler
         self._wrapped.add(wrapped)
         self._reductions.add(wrapped)
         self._hook(wrapped)
@@ -139,6 +141,7 @@ class DDP:
             reference = weakref.ref(wrapped)  # torch would never let go of a model that its own hook holds
             average = _averaging(
                 self._group,
+                wrapped,
                 hook,
                 state,
                 lambda: self._meet_once(reference()),
@@ -303,6 +306,7 @@ Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 def _averaging(
     group: Group,
+    wrapped: DistributedDataParallel,
     hook: Hook | None,
     state: Any,
     at_first: Callable[[], None],
@@ -325,7 +329,7 @@ def _averaging(
     new_promise: Any = torch._C.Future  # the Python class above it costs as much again
     under_way: list[Any] = []
     promised: list[tuple[torch.futures.Future[Any], Any]] = []
-    group.keep(under_way)
+    group.keep(wrapped, under_way)
     first = True
     at_end = True
 

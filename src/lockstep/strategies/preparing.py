@@ -99,6 +99,8 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
             if self._strategy.fits(earlier):
                 return earlier
             model = self._strategy.unwrap(model)
+        elif _OWNER in model.__dict__:  # of another accelerator, or from before free_memory()
+            model = self._strategy.unwrap(model)
         place = self.device_placement if device_placement is None else device_placement
         if unwrapping.spans_devices(model):
             if self.use_distributed and not evaluation_mode:
@@ -126,7 +128,6 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
         for prepared in self._models:
             if self._strategy.unwrap(prepared) is inner:
                 return prepared
-        self._known(model, self._models)
         same = (item for item in self._models if inner_model(item) is inner_model(model))
         return next((item for item in same if not self._strategy.fits(item)), None)
 
@@ -142,8 +143,10 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
         """One optimizer, stepping only when an update is due."""
-        if isinstance(optimizer, PreparedOptimizer) and self._known(optimizer, self._optimizers):
-            return optimizer
+        if isinstance(optimizer, PreparedOptimizer):
+            if any(optimizer is prepared for prepared in self._optimizers):
+                return optimizer
+            optimizer = optimizer.optimizer  # of another accelerator, or from before free_memory()
         for prepared in self._optimizers:
             if prepared.optimizer is optimizer:
                 return prepared
@@ -162,8 +165,10 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """One learning rate scheduler, following the optimizer it was made for."""
-        if isinstance(scheduler, PreparedScheduler) and self._known(scheduler, self._schedulers):
-            return scheduler
+        if isinstance(scheduler, PreparedScheduler):
+            if any(scheduler is prepared for prepared in self._schedulers):
+                return scheduler
+            scheduler = scheduler.scheduler
         for prepared in self._schedulers:
             if prepared.scheduler is scheduler:
                 return prepared
@@ -195,7 +200,12 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
                 return data_loader
             if any(data_loader._epoch is other._epoch for other in self._dataloaders):
                 return data_loader  # itself, or without its first batches
-            self._known(data_loader, self._dataloaders)
+            if data_loader.original is None:
+                raise UsageError(
+                    "This loader is a copy of one that another Accelerator has prepared, or that was prepared before "
+                    "free_memory(). Pass the original DataLoader."
+                )
+            data_loader = data_loader.original
         place = self.device_placement if device_placement is None else device_placement
         options = self.dataloader_config
         if options.use_seedable_sampler and options.data_seed is None:
@@ -213,6 +223,7 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
             sparing=self._settings.reproducible,
             name=self._name_loader(sys._getframe()) if self.num_processes > 1 else "",
         )
+        made.original = data_loader
         self._dataloaders.append(made)
         made.after_batch = self._after_batch
         return made
@@ -224,8 +235,8 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
             return int(mine)
         lines = f"seed < {sites.spell_path(frame)}"
         key = hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
-        place = f"seed/generation_{self._group.generation}/{key}/{self._group.ordinal(key)}"
-        return int(self._group.store.compare_set(place, "", mine))
+        seed: int = self._group.store.claim(self._group.key(f"seed/{key}/{self._group.ordinal(key)}"), mine, int)
+        return seed
 
     def _name_loader(self, frame: FrameType) -> str:
         """A name that other ranks give to the same loader: by the lines that led here, and how often they have.
@@ -242,18 +253,6 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
     def _synchronize_loader(self, generator: torch.Generator | None) -> None:
         wanted = [kind for kind in self._settings.rng_types if kind.value != "generator" or generator is not None]
         rng.synchronize(self._group, self.device, wanted, generator)
-
-    def _known(self, item: Any, mine: list[Any]) -> bool:
-        """Whether this accelerator has prepared the item; another one's is an error."""
-        if any(item is other for other in mine):
-            return True
-        foreign = isinstance(item, (PreparedOptimizer, PreparedScheduler, PreparedDataLoader))
-        if foreign or (self._strategy.unwrap(item) is not item and _OWNER in item.__dict__):
-            raise UsageError(
-                f"This {type(item).__name__} was prepared by another Accelerator, or before free_memory(). "
-                "Pass the original object, or use one Accelerator for all of them."
-            )
-        return False
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

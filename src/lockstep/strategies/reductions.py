@@ -61,9 +61,10 @@ class Reductions:
         self._others.pop(replica.module, None)
         self._owned.clear()
         owner = weakref.ref(replica)
+        living = {key: [other for other in others if other() is not None] for key, others in self._owners.items()}
+        self._owners = {key: others for key, others in living.items() if others}
         for parameter in replica.parameters():
-            others = [other for other in self._owners.get(id(parameter), ()) if other() is not None]
-            self._owners[id(parameter)] = [owner, *others]
+            self._owners.setdefault(id(parameter), []).insert(0, owner)
 
     def add_other(self, model: nn.Module) -> None:
         """Know a model that has nothing to average, or that the script has wrapped itself."""

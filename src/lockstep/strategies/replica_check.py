@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -84,11 +83,10 @@ class ReplicaCheck:
     def _post(self, count: int, parameters: Named, unowned: bool) -> None:
         group = self._group
         names = [name for name, _ in parameters]
-        prefix = f"replicas/{group.generation}/{label(names)}"
+        prefix = group.key(f"replicas/{label(names)}")
         mine = checksums(count, (parameter for _, parameter in parameters))
-        store: Any = group.store  # takes bytes as well as texts
         with suppress(RuntimeError):
-            store.set(f"{prefix}/{group.rank}", mine.pack())
+            group.store.set(f"{prefix}/{group.rank}", mine.pack())
         if group.rank == 0:
             keys = [f"{prefix}/{rank}" for rank in range(group.world_size)]
             self._expected = _Expected(count=count, unowned=unowned, names=names, keys=keys)
@@ -126,9 +124,6 @@ class ReplicaCheck:
         """What has arrived of it."""
         store, keys = self._group.store, expected.keys
         with suppress(RuntimeError):  # whoever keeps the store has ended: the job learns of that elsewhere
-            if store.check(keys):
-                values = [Checksums.unpack(value) for value in store.multi_get(keys)]
-                return {
-                    rank: sums for rank, sums in enumerate(values) if sums is not None and sums.steps == expected.count
-                }
+            values = store.peek_all(keys, Checksums.unpack) or []
+            return {rank: sums for rank, sums in enumerate(values) if sums.steps == expected.count}
         return {}

@@ -18,6 +18,7 @@ import atexit
 import os
 import pickle
 import random
+import secrets
 import shutil
 import socket
 import sys
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 from lockstep.config import env as environment
+from lockstep.config import signed_store
 from lockstep.testing import _rank
 from lockstep.testing._member import KILL_SECONDS, Member, start
 from lockstep.testing.outcome import STOPPED, TIMED_OUT, Outcome, RanksFailed, innermost_frame
@@ -169,7 +171,11 @@ class Ranks:
             call=call,
             path=[entry or os.getcwd() for entry in sys.path],
             cwd=os.getcwd(),
-            environ={**environment.snapshot(), "LOCKSTEP_RUN_DIR": str(folder / "run")},
+            environ={
+                signed_store.VARIABLE: secrets.token_hex(32),
+                **environment.snapshot(),
+                "LOCKSTEP_RUN_DIR": str(folder / "run"),
+            },
             overrides=overrides,
             world_size=self.world_size,
             port=_free_port(),

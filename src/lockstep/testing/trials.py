@@ -366,13 +366,12 @@ def check_random(accelerator: Accelerator) -> None:
 
 def check_control(accelerator: Accelerator) -> None:
     """Called on: all ranks. The main process goes first, triggers reach everybody, and lists are shared out."""
-    size = accelerator.num_processes
+    rank, size = accelerator.process_index, accelerator.num_processes
     with accelerator.main_process_first():
         if accelerator.is_main_process:
             time.sleep(0.05)  # time for another rank to come too early
-        ticket = current.require().group.store.add("checks/first", 1) if size > 1 else 1
-    tickets = free.gather_object([ticket])
-    expect("the main process's turn in main_process_first", tickets[0], min(tickets))
+        first = current.require().group.store.claim("checks/first", str(rank), int) if size > 1 else 0
+    expect("the rank that was first in main_process_first", free.gather_object([first]), [0] * size)
     if accelerator.is_last_process:
         accelerator.set_trigger()
     expect("check_trigger after the last rank set it", accelerator.check_trigger(), True)

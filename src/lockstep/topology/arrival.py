@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from typing import Any
 
-from torch.distributed.distributed_c10d import Store
-
 from lockstep.config import env, interfaces, network
+from lockstep.config.signed_store import SignedStore, from_json
 from lockstep.rundir.ranks import name_ranks
+from lockstep.topology.standard_streams import print_error
 from lockstep.topology.topology import Topology
 
 AFTER = 6.0
@@ -36,7 +35,9 @@ _PAUSE = 0.5
 @contextmanager
 def at_the_store(topology: Topology, address: str, port: int) -> Iterator[None]:
     """Called on: all ranks. Around opening the store: say what is in the way to it."""
-    if topology.world_size == 1 or topology.local_rank != 0:
+    # Where the first rank hosts the store, it is the second that misses it.
+    second = topology.rank == topology.local_rank == 1
+    if topology.world_size == 1 or (topology.local_rank and not second):
         yield
         return
     with _looking(lambda over: _look_for_store(topology, address, port, over)):
@@ -44,7 +45,7 @@ def at_the_store(topology: Topology, address: str, port: int) -> Iterator[None]:
 
 
 @contextmanager
-def of_the_others(topology: Topology, store: Store) -> Iterator[None]:
+def of_the_others(topology: Topology, store: SignedStore) -> Iterator[None]:
     """Called on: all ranks. Around making the process group: say which ranks have not come, and who cannot connect."""
     if topology.world_size > 1:
         store.set(f"arrived/{topology.rank}", "")
@@ -74,7 +75,7 @@ def _looking(look: Callable[[threading.Event], None]) -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    print(f"lockstep: {text}", file=sys.stderr, flush=True)
+    print_error(f"lockstep: {text}")
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ def _look_for_store(topology: Topology, address: str, port: int, over: threading
         late = time.monotonic() - started >= stall
         if over.is_set():
             return
-        if reason and not told and (reason != network.REFUSED or late):
+        if reason and not told and (late or (reason != network.REFUSED and topology.local_rank == 0)):
             told = True
             _say(
                 f"rank {topology.rank} on {socket.gethostname()} cannot reach the store at {address} port {port}: "
@@ -114,7 +115,7 @@ def _stall() -> float:
 # --- the others ------------------------------------------------------------------------------------------------------
 
 
-def _look_for_others(topology: Topology, store: Any, over: threading.Event) -> None:
+def _look_for_others(topology: Topology, store: SignedStore, over: threading.Event) -> None:
     side = store.clone()  # a connection of its own: the other one is in use, and locked
     started, next_word = time.monotonic() - AFTER, _stall()
     listening: AbstractContextManager[dict[str, Any]] = nullcontext({})
@@ -124,17 +125,18 @@ def _look_for_others(topology: Topology, store: Any, over: threading.Event) -> N
         side.set(f"reach/{topology.node_rank}", json.dumps(own))
         untried = set(range(topology.num_nodes)) - {topology.node_rank}
         while not over.wait(_PAUSE):
-            ready = [node for node in sorted(untried) if side.check([f"reach/{node}"])]
+            there = {node: side.peek(f"reach/{node}", from_json) for node in sorted(untried)}
+            ready = {node: peer for node, peer in there.items() if peer is not None}
             untried -= set(ready)
-            _try(own, [json.loads(side.get(f"reach/{node}")) for node in ready], over)
+            _try(own, list(ready.values()), over)
             waited = time.monotonic() - started
             if topology.rank == 0 and waited >= next_word:
                 next_word = 2 * waited
                 _tell_absent(topology, side, waited)
 
 
-def _tell_absent(topology: Topology, side: Any, waited: float) -> None:
-    absent = [rank for rank in range(topology.world_size) if not side.check([f"arrived/{rank}"])]
+def _tell_absent(topology: Topology, side: SignedStore, waited: float) -> None:
+    absent = [rank for rank in range(topology.world_size) if side.peek(f"arrived/{rank}") is None]
     if absent:
         _say(
             f"{name_ranks(absent, _FEW)} of {topology.world_size} {'has' if len(absent) == 1 else 'have'} not joined "

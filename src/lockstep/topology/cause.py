@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
+from lockstep.config.signed_store import SignedStore, from_fields
 from lockstep.errors import PeerFailure
 
 
@@ -30,6 +29,12 @@ class Cause:
     details: str = ""
     """Its traceback, where others should show it."""
 
+    @classmethod
+    def read(cls, data: bytes) -> Cause:
+        """From the JSON that stands in the store."""
+        cause: Cause = from_fields(cls, data)
+        return cause
+
     def failure(self, doing: str) -> PeerFailure:
         """The error for a rank that is left ``doing`` something alone."""
         after = "it has left the job" if self.leaving else "this rank leaves too, so that all can go on together"
@@ -42,7 +47,7 @@ class Cause:
 class Waker:
     """A thread that waits for its rank to be woken, on its own store connection."""
 
-    def __init__(self, store: Store, side: Store, key: str, tell: Callable[[Cause], None]) -> None:
+    def __init__(self, store: SignedStore, side: SignedStore, key: str, tell: Callable[[Cause], None]) -> None:
         self._store = store
         self._side = side
         self._key = key
@@ -53,14 +58,13 @@ class Waker:
     def _run(self) -> None:
         while True:
             try:
-                self._side.wait([self._key], timedelta(days=1))
-                text = self._side.get(self._key)
+                (cause,) = self._side.get(self._key, _read_word, timedelta(days=1))
             except dist.DistStoreError:
                 continue  # nothing happened for a day
             except RuntimeError:
                 return  # the store's host has gone: nobody is left to tell us anything
-            if text:
-                self._tell(Cause(**json.loads(text)))
+            if cause is not None:
+                self._tell(cause)
             return
 
     def stop(self) -> None:
@@ -70,3 +74,7 @@ class Waker:
         with contextlib.suppress(RuntimeError):
             self._store.set(self._key, "")
         self._thread.join(timeout=5)
+
+
+def _read_word(data: bytes) -> tuple[Cause | None]:
+    return (Cause.read(data) if data else None,)

@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError
 from lockstep.rundir import names, place
 from lockstep.rundir.error_file import ErrorFile
 from lockstep.rundir.place import RunDirectory
-from lockstep.topology import away, standard_streams
+from lockstep.topology import away, standard_streams, threads
 from lockstep.topology.farewell import Farewell
 from lockstep.topology.group import Group
 from lockstep.topology.kernel import old_kernel_warning
@@ -146,7 +146,14 @@ def _leave_to_parent() -> None:
     away.become(session.group, session.topology, os.getppid(), _slot.stores, watch)
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+def _let_workers_rest() -> None:
+    """Before a fork: a child deadlocks if one of gloo's threads asks for the GIL meanwhile."""
+    session = _slot.session
+    if session is not None and not _slot.away and session.topology.world_size > 1:
+        threads.rest_before_fork(unnamed="gloo" in (session.group.backend or ""))
+
+
+os.register_at_fork(before=_let_workers_rest, after_in_child=_leave_to_parent)
 
 
 def _directory(topology: Topology, group: Group, asked: str | None, project_dir: str | None) -> RunDirectory | None:
@@ -160,8 +167,15 @@ def _directory(topology: Topology, group: Group, asked: str | None, project_dir:
         made = place.make(asked, project_dir)
         if made.note is not None:
             warnings.warn(made.note, stacklevel=4)
-        group.store.set(key, str(made.path))
-    return RunDirectory(path=Path(group.store.get(key).decode()))
+        group.store.set(key, os.fsencode(made.path.absolute()))
+    return RunDirectory(path=group.store.get(key, _read_path))
+
+
+def _read_path(data: bytes) -> Path:
+    path = Path(os.fsdecode(data))
+    if not path.is_absolute():
+        raise ValueError(path)
+    return path
 
 
 def _check_same(session: Session, cpu: bool | None, init: InitProcessGroupKwargs | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -17,6 +18,8 @@ from lockstep.rundir import error_file, words
 from lockstep.topology import exits
 from lockstep.topology.group import Group
 
+_STORE_ANSWERS = 10.0
+"""Seconds that a rank that leaves waits for the job's store."""
 _LEAVE_FIRST = 3.0
 """Seconds for which a rank lets the one whose failure it follows leave before it."""
 
@@ -56,8 +59,7 @@ class Farewell:
         """Python calls no hook for ``sys.exit``: where one was noted, by the launcher's shim or by us, report it."""
         if self._group is not None and code and not self.words:
             self.words = f"it left with sys.exit({code})"
-            with contextlib.suppress(RuntimeError, TopologyError):
-                self._group.end(self.words, leaving=True)
+            _end(self._group, self.words)
         if self._group is None or self.words or directory is None:
             return
         if not self.note and self._script is not None and (site := exits.left_by_exception(self._script)):
@@ -67,8 +69,7 @@ class Farewell:
         own = [said for said in words.read_all(directory) if said.pid == os.getpid() and said.kind == "SystemExit"]
         if own and not own[0].follows:
             self.words = f"it left with sys.exit({own[0].message}), at {own[0].line}"
-            with contextlib.suppress(RuntimeError, TopologyError):
-                self._group.end(self.words, leaving=True)
+            _end(self._group, self.words)
 
     def _on_unraisable(self, raised: Any) -> None:
         """Python prints what an atexit callback raises, and exits as if nothing had happened."""
@@ -82,10 +83,8 @@ class Farewell:
         self.words = f"{kind.__name__}: {text.splitlines()[0]}" if text else kind.__name__
         dead = ""
         if self._group is not None:
-            with contextlib.suppress(RuntimeError, TopologyError):  # the store may be gone; the user's error is shown
-                if not self._group.is_consequence(value):
-                    details = "".join(traceback.format_exception(kind, value, trace))
-                    self._group.end(self.words, leaving=True, details=details)
+            if not self._group.is_consequence(value):
+                _end(self._group, self.words, "".join(traceback.format_exception(kind, value, trace)))
             dead = self._group.dead_behind(value)
         self._before(kind, value, trace)
         advice = "\n".join(filter(None, [words.advice_on(value), dead]))
@@ -93,6 +92,22 @@ class Farewell:
             print(f"\n{advice}", file=sys.stderr)
         if self._group is not None:
             _let_leave_first(self._group)
+
+
+def _end(group: Group, what: str, details: str = "") -> None:
+    """Tell the others, as far as the store can be reached; the user's own error is shown in any case.
+
+    Behind a network that is cut, torch waits for an answer of the store without a limit.
+    """
+
+    def end() -> None:
+        with contextlib.suppress(RuntimeError, TopologyError):
+            group.end(what, leaving=True, details=details)
+
+    thread = threading.Thread(target=end, name="lockstep-farewell", daemon=True)
+    thread.start()
+    thread.join(_STORE_ANSWERS)
+    group.store_lost = thread.is_alive()
 
 
 def _let_leave_first(group: Group) -> None:

@@ -34,14 +34,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.blackbox.box import NoBox
 from lockstep.config import env
+from lockstep.config.signed_store import SignedStore, read_secret
 from lockstep.errors import PeerFailure, TopologyError
 from lockstep.guard.dead_peers import describe, describe_left, find_dead, find_left
 from lockstep.rundir.ranks import name_ranks
-from lockstep.topology import arrival, sockets, threads
+from lockstep.topology import arrival, job_secret, sockets, threads
 from lockstep.topology.cause import Cause, Waker
 from lockstep.topology.store import open_store, port_of
 from lockstep.topology.topology import Topology
@@ -106,18 +107,21 @@ class Group:
         """What carries the tensors of each device in this generation: quicker to call than the process group."""
         self.cause: Cause | None = None
         """Why the generation has ended; None while all is well."""
+        self.store_lost = False
+        """Whether the job's store does not answer any more, and a thread is blocked in its connection."""
         self._pg: Any = None
-        self._store: Store | None = None
-        self._side: Store | None = None
+        self._store: SignedStore | None = None
+        self._side: SignedStore | None = None
         self._lock = threading.Lock()
         self._waker: Waker | None = None
         self._own_ports: frozenset[int] = frozenset()
         self._peer_ports: frozenset[int] = frozenset()
         self._abandoned: list[tuple[Any, Any]] = []
-        self._under_way: list[list[Any]] = []
+        self._under_way: list[tuple[weakref.ref[Any], list[Any]]] = []
         self._callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._armers: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._asked: Counter[str] = Counter()
+        self._latest: dict[str, str] = {}
         self._owned = False
         self._hosts_store = False
         self._excepthook: Any = None
@@ -133,7 +137,7 @@ class Group:
         timeout: timedelta | None = None,
         debug: bool = False,
         session: int = 0,
-        stores: dict[str, Store] | None = None,
+        stores: dict[str, SignedStore] | None = None,
         farewell: Callable[[Group], None] | None = None,
     ) -> Group:
         """Called on: all ranks. Join the job; a process that nobody started as part of one is alone.
@@ -148,19 +152,23 @@ class Group:
         if farewell is not None and group.world_size > 1:
             farewell(group)  # before torch puts its own hook around it
         if dist.is_initialized():
-            group._adopt(session)
+            group._adopt(topology, session)
         else:
             store = open_store(topology, init_method, group.timeout, {} if stores is None else stores)
-            group._store = PrefixStore(f"lockstep/attempt_{topology.attempt}/session_{session}", store)
+            place = f"lockstep/attempt_{topology.attempt}/session_{session}"
+            group._store = store.under(place)
             with arrival.of_the_others(topology, group._root):
+                job_secret.compare(group._root, group.rank, group.world_size, group.timeout)
                 group._join()
+            if group.rank == 0:  # it has seen that all ranks are in this session, so they have left the one before
+                store.delete_all(f"{place.rpartition('/')[0]}/session_", but=(f"{place}/",))
             group._owned = True
             group._hosts_store = topology.rank == 0 and topology.world_size > 1 and not topology.agent_store
         if group.world_size > 1:
             group._watch()
         return group
 
-    def _adopt(self, session: int) -> None:
+    def _adopt(self, topology: Topology, session: int) -> None:
         """Take over the process group that the user's script has made."""
         if dist.get_world_size() != self.world_size or dist.get_rank() != self.rank:
             raise TopologyError(
@@ -170,7 +178,10 @@ class Group:
             )
         self._pg = dist.group.WORLD
         self.backend = dist.get_backend()
-        self._store = PrefixStore(f"lockstep/session_{session}", dist.distributed_c10d._get_default_store())
+        secret = read_secret(env.snapshot())
+        place = f"lockstep/attempt_{topology.attempt}/session_{session}"
+        self._store = SignedStore(dist.distributed_c10d._get_default_store(), secret, place)
+        job_secret.compare(self._store, self.rank, self.world_size, self.timeout)
         self._meet("adopt")
         self._learn_ports(sockets.list_fds())
 
@@ -183,7 +194,7 @@ class Group:
         with _flight_recorder():
             dist.init_process_group(
                 self.backend,
-                store=PrefixStore(f"generation_{self.generation}", self._root),
+                store=PrefixStore(self._root.full(f"generation_{self.generation}"), self._root.raw),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=self.timeout,
@@ -198,10 +209,13 @@ class Group:
         """Tell the others which ports our gloo listens on, and learn theirs."""
         if self.world_size == 1:
             return
-        self._own_ports = sockets.listener_ports(fds) - {port_of(self._root)}
-        self._root.set(self._key(f"ports/{self.rank}"), json.dumps(sorted(self._own_ports)))
-        answers = [self._root.get(self._key(f"ports/{peer}")) for peer in range(self.world_size) if peer != self.rank]
-        self._peer_ports = frozenset(port for answer in answers for port in json.loads(answer))
+        self._own_ports = sockets.listener_ports(fds) - {port_of(self._root.raw)}
+        if not self._shuts_sockets:
+            return  # every rank would read every other's key, for nothing: 17 million reads on 4,096 ranks
+        self._root.set(self.key(f"ports/{self.rank}"), json.dumps(sorted(self._own_ports)))
+        peers = [self.key(f"ports/{peer}") for peer in range(self.world_size) if peer != self.rank]
+        answers = self._root.gather(peers, _read_ports, self.timeout)
+        self._peer_ports = frozenset(port for answer in answers for port in answer)
 
     # --- talking -----------------------------------------------------------------------------------------------
 
@@ -211,23 +225,29 @@ class Group:
         return self._pg
 
     @property
-    def store(self) -> Store:
+    def store(self) -> SignedStore:
         """A store that all ranks share, and that outlives generations."""
         return self._root
 
     @property
-    def _root(self) -> Store:
+    def _root(self) -> SignedStore:
         if self._store is None:
             raise TopologyError("This process is not part of a job of several processes.")
         return self._store
 
-    def _key(self, name: str) -> str:
+    def key(self, name: str) -> str:
+        """A key of this generation: its writer removes it once all ranks are in the next one."""
         return f"generation_{self.generation}/{name}"
 
     @property
     def talks_host(self) -> bool:
         """Whether tensors in host memory can travel as they are."""
         return self.device.type == "cpu" or (self.backend is not None and "gloo" in self.backend)
+
+    @property
+    def _shuts_sockets(self) -> bool:
+        """Whether what waits in this group is freed by shutting its sockets; else the group is aborted."""
+        return self.backend is not None and "nccl" not in self.backend
 
     @property
     def disturbed(self) -> bool:
@@ -239,8 +259,14 @@ class Group:
         """Whether the rank that ended the generation will not come back."""
         return self.cause is not None and self.cause.leaving
 
-    def ordinal(self, name: str) -> int:
-        """How often this was asked for the name before: tells things apart that one line makes several of."""
+    def ordinal(self, name: str, line: str = "") -> int:
+        """How often this was asked for the name before: tells things apart that one line makes several of.
+
+        With ``line``, whose names are never asked for again once another one was, only the latest is remembered.
+        """
+        if line and (latest := self._latest.get(line)) != name:
+            self._asked.pop(latest or "", None)
+            self._latest[line] = name
         self._asked[name] += 1
         return self._asked[name] - 1
 
@@ -284,18 +310,18 @@ class Group:
         if self.cause is not None:
             return self.cause.failure(doing)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        dead = find_dead(self.boxes, self.rank)
+        if dead:
+            return PeerFailure(
+                f"While {doing}, rank {self.rank} lost the connection to {name_ranks(box.rank for box in dead)}, which "
+                f"died ({first}).\n{describe(dead, self.boxes)}",
+                rank=dead[0].rank,
+            )
         if "timed out" in first.lower() or "timeout" in first.lower():
             return PeerFailure(
                 f"While {doing}, rank {self.rank} waited {self.timeout.total_seconds():.0f} s for another rank, which "
                 "did not come. It is busy or stuck elsewhere: look at what it does, or allow more time with "
                 "InitProcessGroupKwargs(timeout=…)."
-            )
-        dead = find_dead(self.boxes, self.rank)
-        if dead:
-            return PeerFailure(
-                f"While {doing}, rank {self.rank} lost the connection to {name_ranks(box.rank for box in dead)}, which "
-                f"died ({first}).\n{describe(dead)}",
-                rank=dead[0].rank,
             )
         left = left or find_left(self.boxes, self.rank)
         if left:
@@ -322,7 +348,7 @@ class Group:
         """After a broken connection in one of torch's own calls: ranks of this node that died or left, described."""
         dead = find_dead(self.boxes, self.rank) if _is_broken(error) else []
         left = find_left(self.boxes, self.rank) if _is_broken(error) and not dead and self.cause is None else []
-        return describe(dead) if dead else describe_left(left, "backward") if left else ""
+        return describe(dead, self.boxes) if dead else describe_left(left, "backward") if left else ""
 
     def _await_cause(self) -> None:
         """A connection breaks a moment before the reason for it is known: give it that moment."""
@@ -341,7 +367,7 @@ class Group:
 
     def on_arm(self, callback: Callable[[], None]) -> None:
         """Have a bound method called when the first scope of ``comm.agree`` is opened."""
-        self._armers.append(weakref.WeakMethod(callback))
+        _add(self._armers, callback)
 
     def arm(self) -> None:
         """Called on: all ranks. Be ready to leave whatever this rank will be blocked in."""
@@ -353,13 +379,14 @@ class Group:
         """Called on: the rank that failed. Tell the others; the first cause told is the one that counts."""
         mine = Cause(rank=self.rank, tick=self.tick, what=what, leaving=leaving, details=details)
         try:
-            told = self._root.compare_set(self._key("end"), "", json.dumps(asdict(mine)))
+            cause: Cause = self._root.claim(self.key("end"), json.dumps(asdict(mine)), Cause.read)
         except dist.DistNetworkError as error:
             raise self._lost_store(f"tell the others of its failure ({what})") from error
-        cause = Cause(**json.loads(told))
+        except TopologyError:  # who was first can no longer be known: better two causes than none
+            cause = mine
         # First the reason, then the broken lines, or others would see those and not know why.
         for peer in range(self.world_size):
-            self._root.set(self._key(f"wake/{peer}"), told)  # type: ignore[arg-type]
+            self._root.set(self.key(f"wake/{peer}"), json.dumps(asdict(cause)))
         self._ended(self.generation, cause)
         return cause
 
@@ -373,7 +400,7 @@ class Group:
 
     def _free(self) -> None:
         """Make everything that waits in this generation return."""
-        if self.backend is not None and "nccl" not in self.backend:
+        if self._shuts_sockets:
             sockets.shut(sockets.connections(self._own_ports, self._peer_ports))
         else:
             with contextlib.suppress(RuntimeError):
@@ -384,18 +411,20 @@ class Group:
         self._abandoned += [(self._pg, work) for work in works if not work.is_completed()]
 
     def _abandon_all(self) -> None:
-        for works in self._under_way:
+        for _, works in self._under_way:
             self.abandon(works)
             works.clear()
         self._under_way.clear()
 
-    def keep(self, works: list[Any]) -> None:
+    def keep(self, owner: Any, works: list[Any]) -> None:
         """Remember a list of collectives under way; what is left in it when the generation is buried is kept."""
-        self._under_way.append(works)
+        # A script may prepare models again and again: of those that are gone only what is still under way counts.
+        self._under_way = [(of, left) for of, left in self._under_way if left or of() is not None]
+        self._under_way.append((weakref.ref(owner), works))
 
     def on_reform(self, callback: Callable[[], None]) -> None:
         """Have a bound method called after each new generation; it is forgotten with its object."""
-        self._callbacks.append(weakref.WeakMethod(callback))
+        _add(self._callbacks, callback)
 
     def reform(self) -> None:
         """Called on: all ranks, after the generation ended. Meet again and make the next one."""
@@ -414,6 +443,11 @@ class Group:
                 self._await_cause()
                 if self.cause is None:  # else another rank has already ended the new generation too
                     raise
+        # The keys of the last generation stay: a rank may still be about to read there that all have come to its end.
+        kept = [f"generation_{self.generation - n}/" for n in (0, 1)]
+        self._root.delete_own("generation_", but=kept)
+        if self.rank == 0:
+            self._root.delete_all("generation_", but=kept)
         _call(self._callbacks)
 
     def _bury(self) -> None:
@@ -433,12 +467,12 @@ class Group:
     def _meet(self, purpose: str) -> None:
         """Wait in the store until every rank is here; say who is missing when they do not come."""
         mark = f"meet/{purpose.split(':')[0]}"
-        self._root.set(self._key(f"{mark}/{self.rank}"), "here")
+        self._root.set(self.key(f"{mark}/{self.rank}"), "here")
         missing = [peer for peer in range(self.world_size) if peer != self.rank]
         try:
-            self._root.wait([self._key(f"{mark}/{peer}") for peer in missing], self.timeout)
+            self._root.gather([self.key(f"{mark}/{peer}") for peer in missing], timeout=self.timeout)
         except dist.DistStoreError:
-            missing = [peer for peer in missing if not self._root.check([self._key(f"{mark}/{peer}")])]
+            missing = [peer for peer in missing if self._root.peek(self.key(f"{mark}/{peer}")) is None]
             raise TopologyError(
                 f"Rank {self.rank} waited {self.timeout.total_seconds():.0f} s to {purpose}. "
                 f"Missing: {', '.join(f'rank {peer}' for peer in missing)}."
@@ -456,10 +490,10 @@ class Group:
 
     def _watch(self) -> None:
         generation = self.generation
-        key = self._key(f"wake/{self.rank}")
+        key = self.key(f"wake/{self.rank}")
         if self._side is None:
             # One connection for all generations: torch asks for the name behind each new one, which can take 5 s.
-            self._side = self._root.clone()  # type: ignore[attr-defined]
+            self._side = self._root.clone()
         self._waker = Waker(self._root, self._side, key, lambda cause: self._ended(generation, cause))
 
     def _unwatch(self) -> None:
@@ -471,7 +505,8 @@ class Group:
         """Leave for good: end the watcher, and the process group if we made it."""
         if self._store is None:
             return
-        self._unwatch()
+        if not self.store_lost:
+            self._unwatch()
         self._abandon_all()
         # A group that had collectives broken off is kept to the end of the process: its destructor waits for its
         # threads, which may wait in a collective that no longer ends, or for the GIL that its caller holds.
@@ -495,18 +530,29 @@ class Group:
 
     def _say_goodbye(self) -> None:
         """The rank that hosts the store lets the others close first, or their last words would be network errors."""
+        if self.store_lost:
+            return
         with contextlib.suppress(RuntimeError):
             self._root.set(f"closed/{self.rank}", "yes")
             deadline = time.monotonic() + GOODBYE_PATIENCE
             others = [f"closed/{peer}" for peer in range(1, self.world_size)]
-            while self._hosts_store and time.monotonic() < deadline and not self._root.check(others):
+            while self._hosts_store and time.monotonic() < deadline and self._root.peek_all(others) is None:
                 time.sleep(0.005)
+
+
+def _read_ports(data: bytes) -> list[int]:
+    return [int(port) for port in json.loads(data)]
 
 
 def _is_broken(error: BaseException) -> bool:
     """Whether it is what torch makes of shut sockets when the user called it directly."""
     marks = ("gloo", "Connection", "Socket", "NCCL")
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
+
+
+def _add(references: list[weakref.WeakMethod[Callable[[], None]]], callback: Callable[[], None]) -> None:
+    """Remember a bound method, and forget those whose objects are gone."""
+    references[:] = [*(reference for reference in references if reference() is not None), weakref.WeakMethod(callback)]
 
 
 def _call(references: list[weakref.WeakMethod[Callable[[], None]]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 _NAMES = ("stdin", "stdout", "stderr")
 
@@ -28,6 +29,14 @@ def replace() -> None:
     for number, name in enumerate(_NAMES):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r" if number == 0 else "w"))  # noqa: SIM115
+
+
+def print_error(text: str) -> None:
+    """Print to stderr itself: ``sys.stderr`` may lead elsewhere, as in the moment in which torch loads its compiler."""
+    rest = memoryview(f"{text}\n".encode(errors="backslashreplace"))
+    with suppress(OSError):  # it is closed, or nobody reads it
+        while rest:
+            rest = rest[os.write(2, rest) :]
 
 
 def _is_open(number: int) -> bool:

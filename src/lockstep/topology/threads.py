@@ -1,19 +1,27 @@
-"""gloo's worker threads: waiting until they rest.
+"""gloo's worker threads: waiting until they rest, before the process ends and before it forks.
 
 A worker lets go of a collective's tensors a moment after its caller has the result, and needs the GIL for it. A thread
 that asks for the GIL while Python shuts down is ended on the spot, in the middle of a destructor, and that ends the
 process with SIGABRT ("terminate called without an active exception"). So a process that does not destroy its group,
 which would wait for the workers, has to see them rest before it leaves.
+
+A native thread that asks for the GIL first takes the interpreter's list of threads, without holding the GIL. Before
+Python 3.12 a child that is forked at that moment waits for the list for ever, as nobody is left there to give it back:
+a worker of a DataLoader that never starts. It happens where a collective is followed by a fork at once, as when the
+order of an epoch has been agreed on and its workers are started.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from contextlib import suppress
 
 _WORKER = "pt_gloo_runloop"
+_FORK_PATIENCE = 0.5
+"""Seconds for which a fork waits for workers that do not rest: they work on a collective that the script has begun."""
 _RESTS = 3
 """Looks in a row at which every worker must rest: one may sleep for an instant on a lock."""
 
@@ -32,6 +40,12 @@ def rest(patience: float, unnamed: bool) -> bool:
         rests = 0 if _any_busy(unnamed) else rests + 1
         time.sleep(0.001)  # leaves the GIL to them
     return True
+
+
+def rest_before_fork(unnamed: bool) -> None:
+    """Wait a moment, so that no worker is about to ask for the GIL: some milliseconds, where Python needs it."""
+    if sys.version_info < (3, 12):
+        rest(_FORK_PATIENCE, unnamed)
 
 
 def _any_busy(unnamed: bool) -> bool:

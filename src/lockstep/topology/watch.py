@@ -5,15 +5,12 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TextIO
-
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from typing import TextIO
 
 from lockstep.blackbox import layout, processes
 from lockstep.blackbox.box import open_box
@@ -21,6 +18,7 @@ from lockstep.blackbox.peers import Peers, box_path
 from lockstep.blackbox.read import read_box, read_header
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
+from lockstep.config.signed_store import SignedStore, from_text
 from lockstep.guard import side
 from lockstep.guard.dead_peers import describe, find_dead
 from lockstep.guard.explain import boxed
@@ -30,12 +28,15 @@ from lockstep.guard.reporter import STOPPED, Reporter
 from lockstep.guard.sigterm import SigtermReport
 from lockstep.guard.watcher import WATCHED, Found, Watcher, is_stopped, read_stall
 from lockstep.guard.whereabouts import RANGES
-from lockstep.rundir import error_file
+from lockstep.rundir import error_file, files
 from lockstep.rundir.place import RunDirectory
 from lockstep.rundir.ranks import name_ranks
 from lockstep.topology.group import Group
+from lockstep.topology.standard_streams import print_error
 from lockstep.topology.topology import Topology
 
+_PRINTING = 5.0
+"""Seconds in which a watcher has printed what it found, unless nobody reads it."""
 REMOTE = "standing/{rank}"
 """Where in the job's store a rank says that it stands still: generation, collective, and in words."""
 
@@ -44,7 +45,7 @@ class Watch:
     """This rank's part in the guard."""
 
     def __init__(self, topology: Topology, group: Group, directory: RunDirectory, session: int) -> None:
-        self._group = group
+        self._group, self._topology = group, topology
         self._began = time.time()
         boxes = directory.boxes
         job = f"{_name(group)}.{session}"
@@ -60,29 +61,51 @@ class Watch:
             attempt=job,
             device=str(topology.device),
         )
+        if group.box.reason:
+            self._report_no_box(group.box.reason)
         group.boxes = boxes
         group.clock = Clock()
         group.box.meet(Peers(boxes, topology.rank, range(first, first + topology.local_world_size)), self._refuse)
         watched = WATCHED in env.snapshot()
+        self._had_faulthandler = faulthandler.is_enabled()
         self._stacks = None if watched else _write_stacks_on_signal(directory, topology.rank)
         in_main = threading.current_thread() is threading.main_thread()
         self._sigterm = SigtermReport(self._report_dead) if in_main and not watched else None
-        self._topology, self._directory, self._job = topology, directory, job
+        self._directory, self._job = directory, job
         self._before_me = [] if watched else [box_path(boxes, rank) for rank in range(first, topology.rank)]
         self._watcher: Watcher | None = None
         self._posted: tuple[int, int, int] | None = None
-        self._store: Any = None
+        self._store: SignedStore | None = None
         if topology.is_local_main and not watched:
             self._begin_to_watch()
         self._reporter = Reporter(
             group.box,
             side.place(boxes, topology.rank),
-            lambda: is_stopped(directory, self._began),
+            self._is_stopped,
             group.clock,
             self._take_over,
             self._post if topology.num_nodes > 1 else lambda _: None,
             self._before_stop,
         )
+
+    def _report_no_box(self, reason: str) -> None:
+        """Once on each node: ranks that share a run directory mostly share what is wrong with it."""
+        topology = self._topology
+        with suppress(RuntimeError):
+            if self._group.store.claim(f"no_box/{topology.node_rank}", str(topology.rank), int) != topology.rank:
+                return
+        print_error(
+            f"lockstep guard: rank {topology.rank} has no black box: {reason}. The job continues, but the rank's "
+            "collectives are not compared with those of others, that it falls out of step is not found, nor what it "
+            "was doing if it is killed. Make room there, or set LOCKSTEP_RUN_DIR to a folder on another disk."
+        )
+
+    def _is_stopped(self) -> bool:
+        """Whether the guard has stopped the job, and this process is to end. Its own watcher prints why before."""
+        prints = self._watcher.stopping if self._watcher is not None else None
+        if prints is not None and time.monotonic() - prints < _PRINTING:
+            return False
+        return is_stopped(self._directory, self._began)
 
     def _refuse(self, name: str, number: int, other: int) -> None:
         """Another rank means a different collective by this number: raise before data moves."""
@@ -104,7 +127,7 @@ class Watch:
         if dead and all(box.closed in ("failed", "finished") for box in lower if box.attempt == self._job):
             title = f"lockstep guard: {name_ranks(silent, RANGES)} died"
             # Not through sys.stderr, whose lock the main thread may hold.
-            os.write(2, f"{boxed(title, describe(dead))}\n".encode(errors="backslashreplace"))
+            print_error(boxed(title, describe(dead, boxes)))
         if ends:
             group.box.close(layout.ASKED_TO_END)  # ranks that are asked next do not take this one for dead
 
@@ -133,12 +156,12 @@ class Watch:
     def _post(self, mark: tuple[int, int, int], words: str = "waits in another collective") -> None:
         """For ranks of other nodes, which do not see this one's box: where it stands still."""
         generation, entered, left = mark
-        if mark == self._posted or entered == left:
+        if mark == self._posted or entered == left or self._group.store_lost:
             return
         self._posted = mark
         with suppress(RuntimeError):
             if self._store is None:
-                self._store = self._group.store.clone()  # type: ignore[attr-defined]
+                self._store = self._group.store.clone()
             self._store.set(REMOTE.format(rank=self._topology.rank), f"{generation} {entered} {words}")
 
     def close(self, failed: str = "", note: str = "") -> None:
@@ -152,6 +175,8 @@ class Watch:
             self._sigterm.close()
         if self._stacks is not None:
             faulthandler.unregister(signal.SIGUSR2)
+            if not self._had_faulthandler:
+                faulthandler.disable()
             self._stacks.close()
         self._group.box.close("failed" if failed else "finished", failed or note)
         self._group.clock = None
@@ -162,11 +187,13 @@ def _write_stacks_on_signal(directory: RunDirectory, rank: int) -> TextIO | None
     if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
         return None  # the script's own
     try:
-        directory.stacks.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = directory.stack(rank).open("w")
+        files.make_folder(directory.stacks)
+        file = open(directory.stack(rank), "w", opener=files.private)  # noqa: SIM115  # stays open
     except OSError:
         return None
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=file)
     return file
 
 
@@ -181,31 +208,27 @@ def _name(group: Group) -> str:
     """Called on: all ranks. A name that no other job has: two may be given one run directory."""
     if group.rank == 0:
         group.store.set("job", uuid.uuid4().hex)
-    return group.store.get("job").decode()
+    name: str = group.store.get("job", from_text)
+    return name
 
 
-def _connect(group: Group) -> Store:
+def _connect(group: Group) -> SignedStore:
     """A connection of its own to the store that all ranks share, and a corner of it for the guard."""
-    side: Any = group.store
-    return PrefixStore("guard", side.clone())
+    return group.store.clone().under("guard")
 
 
 def _watcher(topology: Topology, directory: RunDirectory, job: str, before_stop: Callable[[], None]) -> Watcher:
     """For a job that another launcher started: local rank 0 watches over the ranks of its machine."""
 
-    def tell(text: str) -> None:
-        with suppress(OSError, ValueError, AttributeError):  # stderr is closed, or nobody reads it
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
-
     def stop(found: Found) -> None:
-        tell(found.text)
+        print_error(found.text)
         before_stop()
         os._exit(STOPPED)  # the others see what was written down, and follow
 
     def mine(box: Snapshot) -> bool:
         return box.node == topology.node_rank and box.attempt == job
 
-    watcher = Watcher(directory, tell=tell, stop=stop, stall=read_stall(env.snapshot()), mine=mine, restarts=_restarts)
+    stall = read_stall(env.snapshot())
+    watcher = Watcher(directory, tell=print_error, stop=stop, stall=stall, mine=mine, restarts=_restarts)
     watcher.start()
     return watcher

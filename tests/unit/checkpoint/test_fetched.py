@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -16,7 +19,9 @@ from torch import Tensor, nn
 
 from lockstep import Accelerator
 from lockstep.checkpoint import fetched, hashing, safe
+from lockstep.checkpoint.archive import Archive
 from lockstep.checkpoint.fetched import Outline, UnfitError
+from lockstep.checkpoint.find import Checking
 from tests.unit.checkpoint.runs import Run
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
@@ -59,7 +64,17 @@ needs_places = pytest.mark.skipif(
 
 def read_all(path: Path, chunk: int, hashed: set[int] | None = None) -> tuple[Any, dict[int, str | None]]:
     """The value, and the hash of each chunk, read by three threads in any order."""
-    outline = Outline(path)
+    with opened(path) as (file, archive):
+        return _read_all(Outline(file, archive), path, chunk, hashed)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[BinaryIO, Archive]]:
+    with path.open("rb") as file:
+        yield file, Archive(file.fileno(), path)
+
+
+def _read_all(outline: Outline, path: Path, chunk: int, hashed: set[int] | None) -> tuple[Any, dict[int, str | None]]:
     numbers = list(range(hashing.count_chunks(path.stat().st_size, chunk)))
     random.Random(0).shuffle(numbers)
     with ThreadPoolExecutor(3) as pool:
@@ -118,26 +133,35 @@ def test_the_tensors_are_ordinary_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        {"a": {1, 2}},
-        [nn.Parameter(torch.ones(2))],
-        [torch.eye(3).to_sparse()],
-        nn.Linear(2, 2).state_dict(),  # it carries its version beside its items
-    ],
+    [{"a": {1, 2}}, [torch.eye(3).to_sparse()]],
 )
 def test_the_unusual_is_left_to_torch(tmp_path: Path, value: Any) -> None:
     torch.save(value, tmp_path / "file")
-    with pytest.raises(UnfitError):
-        Outline(tmp_path / "file")
+    with opened(tmp_path / "file") as (file, archive), pytest.raises(UnfitError):
+        Outline(file, archive)
 
 
-def test_a_tensor_that_lies_outside_of_the_file_is_left_to_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.save(torch.ones(1000), tmp_path / "file")
-    monkeypatch.setattr(fetched.os.path, "getsize", lambda path: 2000)
-    with pytest.raises(UnfitError):
-        Outline(tmp_path / "file")
+@needs_places
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_state_dict_of_a_module_comes_out_whole(tmp_path: Path, mapped: bool) -> None:
+    """It carries its version beside its items; with keep_vars the tensors are parameters."""
+    state = nn.Linear(2, 2).state_dict(keep_vars=True)
+    torch.save(state, tmp_path / "file")
+    if mapped:
+        with opened(tmp_path / "file") as (file, archive):
+            got = Outline(file, archive, mapped=True).value
+    else:
+        got, _ = read_all(tmp_path / "file", 4096)
+    assert got._metadata == state._metadata
+    assert all(type(got[name]) is nn.Parameter and torch.equal(got[name], state[name]) for name in state)
+
+
+@needs_places
+def test_a_tensor_that_lies_outside_of_the_file_is_left_to_torch(tmp_path: Path) -> None:
+    for name, length in (("file", 1000), ("other", 10)):
+        torch.save(torch.ones(length), tmp_path / name)
+    with opened(tmp_path / "file") as (file, _), opened(tmp_path / "other") as (_, archive), pytest.raises(UnfitError):
+        Outline(file, archive)
 
 
 @pytest.mark.parametrize("places", [(640, 640), (640, 700)])
@@ -150,25 +174,26 @@ def test_tensors_that_would_be_read_in_part_are_left_to_torch(
     for tensor, place in zip(told, places, strict=True):
         tensor.untyped_storage()._checkpoint_offset = place
     monkeypatch.setattr(fetched.torch, "load", lambda *_, **__: told)
-    with pytest.raises(UnfitError):
-        Outline(tmp_path / "file")
+    with opened(tmp_path / "file") as (file, archive), pytest.raises(UnfitError):
+        Outline(file, archive)
 
 
+@needs_places
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("unfit", [False, True])
 def test_a_run_goes_on_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unfit: bool) -> None:
     expected = Run().train().result()
     Run().train(4).accelerator.save_state(tmp_path / "state")
     read: list[str] = []
-    outline = Outline.__init__
+    fill = Checking.fill
 
-    def made(self: Outline, path: Path) -> None:
+    def filled(self: Checking, path: Path, outline: Outline) -> None:
         read.append(path.name)
-        outline(self, path)
         if unfit:
             raise UnfitError
+        fill(self, path, outline)
 
-    monkeypatch.setattr(Outline, "__init__", made)
+    monkeypatch.setattr(Checking, "fill", filled)
     monkeypatch.setattr(safe, "LARGE", 0)
     again = Run()
     again.accelerator.load_state(tmp_path / "state")
@@ -198,8 +223,8 @@ def test_a_large_optimizer_is_read_so(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def _refusing(load: Any) -> Any:
-    def checked(path: Path, **options: Any) -> Any:
-        assert path.name != "optimizer.bin" or options["map_location"] == "meta"
-        return load(path, **options)
+    def checked(file: BinaryIO, **options: Any) -> Any:
+        assert os.fstat(file.fileno()).st_size < fetched.LARGE or options["map_location"] == "meta"
+        return load(file, **options)
 
     return checked

@@ -4,7 +4,6 @@ import errno
 import io
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.nn.parallel import DataParallel
 
 from lockstep import Accelerator, CheckpointError, ConfigError, load_checkpoint_in_model
 from lockstep.checkpoint import models
-from lockstep.checkpoint.sink import PLAIN
+from lockstep.checkpoint.disk import Disk
 from lockstep.utils import extract_model_from_parallel, save
 from tests.unit.checkpoint.small_models import Tied, on_meta, same_values
 
@@ -63,15 +62,15 @@ def test_a_save_that_fails_leaves_the_model_that_was_there(
     first = Tied()
     accelerator.save_model(first, tmp_path, max_shard_size=300)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    real, opened = PLAIN.open, []
+    real, opened = Disk.open, []
 
-    def full(path: Path) -> Any:
-        opened.append(path)
+    def full(disk: Disk, path: Path) -> int:
+        opened.extend([path] if path.suffix == ".safetensors" else [])
         if len(opened) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return real(path)
+        return real(disk, path)
 
-    monkeypatch.setattr(PLAIN, "open", full)
+    monkeypatch.setattr(Disk, "open", full)
     with pytest.raises(CheckpointError, match=r"not saved to .* \(OSError: .*No space left"):
         accelerator.save_model(Tied(), tmp_path, max_shard_size=300)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

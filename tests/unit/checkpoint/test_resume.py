@@ -128,3 +128,35 @@ def test_weights_that_are_bf16_themselves_and_tied(tmp_path: Path) -> None:
     for one, two in zip(optimizer.state.values(), other_optimizer.state.values(), strict=True):
         assert torch.equal(one["momentum_buffer"], two["momentum_buffer"])
         assert two["momentum_buffer"].dtype == torch.bfloat16
+
+
+class Projected(torch.optim.Optimizer):
+    """Keeps its moments in fewer dimensions than the parameters have, as optimizers that project gradients do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                projected = parameter.grad.sum(0, keepdim=True)
+                moment = self.state[parameter].setdefault("exp_avg", torch.zeros_like(projected))
+                moment.mul_(0.9).add_(projected)
+                parameter.sub_(group["lr"] * moment)
+
+
+def test_an_optimizer_with_moments_of_another_shape(tmp_path: Path) -> None:
+    def run() -> tuple[Accelerator, nn.Module, Any]:
+        accelerator = Accelerator(cpu=True)
+        model = nn.Linear(3, 2, bias=False)
+        return accelerator, *accelerator.prepare(model, Projected(model.parameters()))
+
+    accelerator, model, optimizer = run()
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    accelerator.save_state(tmp_path / "state", durable=False)
+    resumed, again, optimizer = run()
+    resumed.load_state(tmp_path / "state")
+    assert torch.equal(again.weight, model.weight)
+    assert optimizer.state[again.weight]["exp_avg"].shape == (1, 3)

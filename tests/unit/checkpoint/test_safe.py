@@ -31,7 +31,7 @@ def through_file(value: Any, path: Path) -> Any:
     path.unlink(missing_ok=True)
     with hashing.pool() as pool, hashing.HashedFile(path, Disk(), pool, durable=False) as file:
         safe.write(safe.pack(value, "it"), file)
-    return safe.unpack(safe.read(path))
+    return safe.unpack(safe.read(path), path)
 
 
 @given(PLAIN)

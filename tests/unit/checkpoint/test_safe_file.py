@@ -208,7 +208,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
     (tmp_path / "folder.safetensors").mkdir()
     for name in ("pipe", "folder"):
-        with pytest.raises(CheckpointError, match="not a regular file"):
+        with pytest.raises(CheckpointError, match=r"it is a (pipe|folder)"):
             SafeFile(tmp_path / f"{name}.safetensors")
     with pytest.raises(CheckpointError, match="No such file"):
         SafeFile(tmp_path / "none.safetensors")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ class Evil:
         return os.mkdir, ("/tmp/lockstep-was-fooled",)
 
 
-def test_a_state_dict_comes_back_with_what_it_shares(tmp_path: Path) -> None:
+def test_a_state_dict_comes_back_with_what_it_shares(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     weight = torch.randn(3, 4)
     state = {"a": weight, "b": weight, "turned": weight.t(), "n": torch.tensor(3), "x._extra_state": {"k": [1, "two"]}}
     torch_file.write(state, tmp_path / "m.bin")
@@ -28,6 +29,7 @@ def test_a_state_dict_comes_back_with_what_it_shares(tmp_path: Path) -> None:
     assert back["a"].data_ptr() == back["b"].data_ptr() == back["turned"].data_ptr()
     assert torch.equal(back["turned"], weight.t())
     file = TorchFile(tmp_path / "m.bin")
+    request.addfinalizer(file.close)
     assert file.entries["turned"].shape == (4, 3)
     assert read_all(file.entries)["x._extra_state"] == {"k": [1, "two"]}
     target = torch.zeros(3, 4)
@@ -45,7 +47,8 @@ def test_a_part_of_a_large_storage_takes_no_more_than_its_own_size(tmp_path: Pat
 
 def test_old_files_are_read(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
-    assert torch.equal(TorchFile(tmp_path / "old.bin").entries["w"].read(), torch.ones(3))
+    with closing(TorchFile(tmp_path / "old.bin")) as file:
+        assert torch.equal(file.entries["w"].read(), torch.ones(3))
 
 
 @pytest.mark.parametrize("new", [True, False])

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep import CheckpointError
-from lockstep.checkpoint.weights import load_into, load_weights, read_weights, stale, write_weights
+from lockstep.checkpoint.models import replace_model
+from lockstep.checkpoint.weights import load_into, load_weights, read_weights, write_weights
 from tests.unit.checkpoint.small_models import Tied, bits, on_meta, same_values
 
 WAYS = [(safe, size) for safe in (True, False) for size in ("10GB", 300, 0)]
@@ -66,14 +67,15 @@ def test_any_sizes_in_any_shards(
     shutil.rmtree(folder)
 
 
-def test_left_over_files_of_the_same_format_are_found(tmp_path: Path) -> None:
+def test_left_over_files_of_the_same_format_are_replaced_and_no_others(tmp_path: Path) -> None:
     state = Tied().state_dict()
     many = write_weights(state, tmp_path, max_shard_size=0)
-    write_weights(state, tmp_path, max_shard_size=0, safe=False)
-    write_weights(state, tmp_path, stem="model_1")
+    others = write_weights(state, tmp_path, max_shard_size=0, safe=False)
+    others += write_weights(state, tmp_path, stem="model_1")
     (tmp_path / "model-of-mine.safetensors").touch()
-    one = write_weights(state, tmp_path)
-    assert sorted(path.name for path in stale(tmp_path, one, safe=True)) == sorted(many)
+    one = replace_model(state, tmp_path)
+    assert not {*many} & {*one}
+    assert {path.name for path in tmp_path.iterdir()} == {*others, *one, "model-of-mine.safetensors"}
 
 
 def test_tensors_without_values_are_refused_before_a_file_is_made(tmp_path: Path) -> None:

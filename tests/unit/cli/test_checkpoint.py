@@ -65,10 +65,19 @@ def test_prune_keeps_the_newest_that_are_whole(project: Path, capsys: pytest.Cap
 
 def test_prune_waits_for_no_writer_but_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = project / "checkpoints"
-    held = commit.claim(folder / "checkpoint_3", Disk(), numbered_in=folder)
-    assert main(["checkpoint", "prune", str(project), "--keep", "1"]) == 2
+    with commit.locked(folder, Disk()):
+        assert main(["checkpoint", "prune", str(project), "--keep", "1"]) == 2
     assert "is writing" in capsys.readouterr().err
-    held.release()
+
+
+def test_prune_leaves_files_that_are_not_the_checkpoints(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = project / "checkpoints"
+    (folder / "checkpoint_0" / "scores.json").write_text("mine")
+    for deleted in (["checkpoint_1", "checkpoint_0"], []):  # what is left is not taken for a checkpoint
+        assert main(["checkpoint", "prune", str(project), "--keep", "1", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["deleted"] == [str(folder / name) for name in deleted]
+        assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "checkpoint_2"]
+        assert [path.name for path in (folder / "checkpoint_0").iterdir()] == ["scores.json"]
 
 
 @pytest.mark.parametrize(

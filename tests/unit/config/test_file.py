@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -490,3 +491,61 @@ def test_an_old_file_gets_the_keys_of_today(read: Read) -> None:
 def test_a_file_of_today_needs_no_change(read: Read) -> None:
     seen = read(TODAY)
     assert file.today(seen) == (dict(seen.keys), [])
+
+
+# ---------------------------------------------------------------- too much of it
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "a: " + "[" * 100_000, r"a.yaml, line 1: more than 32 levels are nested here"),
+        ("a.json", '{"a": ' * 100_000, r"a.json, line 1: more than 32 levels are nested here"),
+        ("a.json", "[" * 500_000 + "]" * 500_000, r"more than 32 levels"),
+        ("a.yaml", "".join(" " * n + "k:\n" for n in range(1000)), r"a.yaml, line \d+: more than 32 levels"),
+        ("a.yaml", "x: [" + "1, " * 100_000 + "]", r"line 1: the file holds more than 20000 values"),
+        ("a.yaml", "x: 1\n" * 300_000, r"a.yaml cannot be read: it has more than 1024 KiB"),
+        (
+            "a.yaml",
+            "debug: &a [[*a, *a], *a]\n",
+            r"line 1: this value cannot be read: found unconstructable recursive node",
+        ),
+        (
+            "a.yaml",
+            "a: &a [x, x, x, x, x, x, x, x, x]\n"
+            + "".join(
+                f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"
+                for old, new in zip("abcdefgh", "bcdefghi", strict=False)
+            ),
+            r"line \d: the file holds more than 20000 values, those that are repeated by an alias counted each time",
+        ),
+        (
+            "a.yaml",
+            "a: &a {k: 1}\n"
+            + "".join(f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 30)}]}}\n" for old, new in ("ab", "bc", "cd")),
+            r"more than 20000 values",
+        ),
+    ],
+)
+def test_a_file_that_would_take_for_ever_is_refused_first(tmp_path: Path, name: str, text: str, words: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    start = time.process_time()
+    with pytest.raises(ConfigError, match=words):
+        file.read(path)
+    assert time.process_time() - start < 20
+
+
+def test_a_device_is_no_configuration_file() -> None:
+    with pytest.raises(ConfigError, match=r"/dev/zero cannot be read: it has more than 1024 KiB"):
+        file.read("/dev/zero")
+
+
+def test_names_for_parts_are_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "num_processes: &n 2\ndynamo_config: &d {dynamo_backend: INDUCTOR}\nnum_machines: 1\nmachine_rank: 0\n"
+    )
+    assert file.read(path).values["num_processes"] == 2
+    path.write_text("num_processes: &n 2\nmain_process_port: *n\n")
+    assert file.read(path).values["main_process_port"] == 2

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Subset
 
+from lockstep.config.signed_store import SignedStore
 from lockstep.data.audit import Audit, Report, _identity, _resolve, count, judge
 from lockstep.data.round import Round
 
@@ -132,13 +133,15 @@ def test_the_last_rank_logs_and_nobody_waits_for_a_store_that_is_gone(caplog: py
     caplog.set_level(logging.INFO)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False)
-    first: Any = SimpleNamespace(rank=0, world_size=2, generation=0, store=server)
-    second: Any = SimpleNamespace(rank=1, world_size=2, generation=0, store=client)
+    key = "generation_0/{}".format
+    first: Any = SimpleNamespace(rank=0, world_size=2, key=key, store=SignedStore(server, "secret"))
+    second: Any = SimpleNamespace(rank=1, world_size=2, key=key, store=SignedStore(client, "secret"))
     one, other = audit_of(list(range(4)), [0, 1]), audit_of(list(range(4)), [0, 1])
     other.finish(second)
     assert caplog.text == ""
     one.finish(first)
     assert "2 of 4 samples were never seen, and 2 were seen by several ranks" in caplog.text
+    assert client.num_keys() == 0
     caplog.clear()
     first.store = None
     del server

@@ -354,3 +354,16 @@ def test_many_threads_may_draw_at_once() -> None:
         thread.join()
     assert found == [list(range(60))] * 30
     assert training.accelerator._current_batch.live == []
+
+
+def test_an_iteration_that_is_collected_with_its_loader_ends_quietly(alone: None) -> None:
+    """Python reports what a generator raises while it is collected, and pytest fails on that report."""
+    for _ in range(3):
+        training = Training(1, make())
+        iteration = iter(training.loaders[0])
+        next(iteration)
+        knot: list[Any] = [iteration, training.loaders[0]]  # a cycle: what is weak in it is dead when it is collected
+        knot.append(knot)
+        training.accelerator.free_memory()
+        del training, iteration, knot
+        gc.collect()

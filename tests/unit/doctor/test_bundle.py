@@ -153,6 +153,9 @@ def test_what_cannot_be_read_does_not_take_the_rest_along(tmp_path: Path) -> Non
     assert "run/logs/rank_0.err" not in inside
     assert "run/logs/rank_1.out" not in inside
     assert "run/logs/rank_2.out" in inside
+    gone = json.loads(inside["contents.json"])["left_out"]
+    assert {"name": "logs/rank_0.err", "why": "a pipe"} in gone
+    assert {"name": "logs/rank_1.out", "why": "a link"} in gone
     assert "step 499" in inside["run/logs/rank_0.out"]
 
 
@@ -185,14 +188,67 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_logs_that_the_job_kept_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "rank_0.out").write_text("here\n")
+    (tmp_path / "elsewhere" / "rank_0.out").write_text("PRINTED\n")
     config = {"options": {"log_dir": {"value": str(tmp_path / "elsewhere")}}}
     run = make_run(tmp_path, **{"config.json": json.dumps(config)})
     for path in sorted((run / "logs").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     (run / "logs").rmdir()
     assert call("--output", "a.zip") == 0
-    assert opened("a.zip")["run/elsewhere/rank_0.out"] == "here\n"
+    inside = opened("a.zip")
+    assert not [name for name in inside if "elsewhere" in name]
+    why = f"the ranks' output is outside the run directory, in {tmp_path / 'elsewhere'}"
+    assert json.loads(inside["contents.json"])["left_out"] == [{"name": "logs", "why": why}]
+    # Inside of it, it is taken.
+    config = {"options": {"log_dir": {"value": str(run / "output")}}}
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "output").mkdir()
+    (run / "output" / "rank_0.out").write_text("here\n")
+    assert call("--output", "b.zip") == 0
+    assert opened("b.zip")["run/output/rank_0.out"] == "here\n"
+    # By a link, or by a name that leads out of it, it is not.
+    for value in (str(run / "away"), str(run / ".." / ".." / ".." / "elsewhere")):
+        (run / "away").unlink(missing_ok=True)
+        (run / "away").symlink_to(tmp_path / "elsewhere")
+        (run / "config.json").write_text(json.dumps({"options": {"log_dir": {"value": value}}}))
+        assert "PRINTED" not in json.dumps(bundle_texts(tmp_path))
+
+
+def bundle_texts(tmp_path: Path) -> dict[str, str]:
+    output = tmp_path / "again.zip"
+    output.unlink(missing_ok=True)
+    assert call("--output", str(output)) == 0
+    return {name: text for name, text in opened(output).items() if name.startswith("run/") and "output" not in name}
+
+
+def test_a_very_long_log_keeps_its_beginning(tmp_path: Path) -> None:
+    lines = [f"line {number} {'x' * 90}" for number in range(8000)]
+    secret = "hunter" + "2" * 9
+    lines[0] = f"password={secret}"
+    # The block begins above what is kept, and would look like ordinary lines there.
+    start = 8000 - 200 - 2
+    lines[start : start + 4] = ["secrets:", f"  one: {secret}1", f"  two: {secret}2", f"  three: {secret}3"]
+    make_run(tmp_path, **{"logs/rank_0.out": "\n".join(lines)})
+    assert call("--output", "a.zip") == 0
+    shown = opened("a.zip")["run/logs/rank_0.out"].splitlines()
+    assert shown[0] == "[the first 50 lines]"
+    assert shown[1] == f"password={HIDDEN}"
+    assert shown[50].startswith("line 49 ")
+    assert shown[52].startswith("[the last 200 lines of ")
+    assert shown[-1].startswith("line 7999 ")
+    assert not [line for line in shown if secret in line]
+
+
+def test_the_whole_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "_LARGEST", 50_000)
+    make_run(tmp_path, **{f"logs/rank_{number}.out": "y" * 99 + "\n" * 300 for number in range(1, 5)})
+    make_run(tmp_path, "20250314-120001-3fa9c1", **{f"logs/rank_{n}.out": ("y" * 99 + "\n") * 190 for n in range(5)})
+    assert call("--output", "a.zip", "20250314-120001") == 0
+    inside = opened("a.zip")
+    assert sum(map(len, inside.values())) < 60_000
+    gone = json.loads(inside["contents.json"])["left_out"]
+    assert {item["why"] for item in gone} == {"the bundle would have more than 0 MiB"}
+    assert "run/logs/rank_4.out" in [item["name"] for item in gone]
 
 
 def test_nccls_logs_are_read(tmp_path: Path) -> None:

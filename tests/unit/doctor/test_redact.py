@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import string
+import time
 from urllib.parse import quote
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.doctor.redact import HIDDEN, SHORTEST, Redactor, names_a_secret
+from tests.unit.doctor.secret_samples import HARMLESS, SECRETS
 
 SECRET_NAMES = [
     "HF_TOKEN",
@@ -61,6 +63,8 @@ OTHER_NAMES = [
     "LOCKSTEP_DEBUG_MODE",
     "public_key",
 ]
+
+SECRETS_HEX = "3f" + "9a0c" * 7 + "1e"
 
 SHAPED = [
     "hf_" + "aB3" * 11,
@@ -225,3 +229,110 @@ def test_a_secret_may_look_like_an_option(secret: str) -> None:
     redactor = Redactor().learn(argv=words)
     assert redactor.argv(words) == ["train.py", "--api-key", HIDDEN, "--lr", "1"]
     assert secret not in redactor.text(f"refused {secret}")
+
+
+# ---------------------------------------------------------------- the set
+
+
+def test_the_set_is_as_large_as_the_docs_say() -> None:
+    assert len(SECRETS) >= 150
+    assert len(HARMLESS) == 100
+
+
+@pytest.mark.parametrize(("text", "secrets"), SECRETS, ids=[f"{n}" for n in range(len(SECRETS))])
+def test_no_secret_of_the_set_comes_through(text: str, secrets: tuple[str, ...]) -> None:
+    shown = Redactor().text(text)
+    assert not [secret for secret in secrets if secret in shown], shown
+    # Nor in the middle of a log, nor with what one rank's lines begin with.
+    shown = Redactor().text(f"step 1\n{text}\nstep 2\n")
+    assert not [secret for secret in secrets if secret in shown], shown
+    assert "step 1" in shown
+
+
+def test_harmless_lines_stay_as_they_are() -> None:
+    altered = [line for line in HARMLESS if Redactor().text(line) != line]
+    assert len(altered) <= 2, altered
+    whole = "\n".join(HARMLESS)
+    assert sum(old != new for old, new in zip(HARMLESS, Redactor().text(whole).split("\n"), strict=True)) <= 2
+
+
+def test_what_a_secret_stands_between_stays() -> None:
+    yaml = "a: 1\nservice:\n  token: >-\n    " + "x1" * 20 + "\n  port: 5432\nname: train\n"
+    shown = Redactor().text(yaml)
+    assert shown == f"a: 1\nservice:\n  token: >-\n    {HIDDEN}\n  port: 5432\nname: train\n"
+    shown = Redactor().text("run(lr=0.1, api_key='abc', steps=3)\nDB_PASS=a b!c\nLR=1")
+    assert shown == f"run(lr=0.1, api_key='{HIDDEN}', steps=3)\nDB_PASS={HIDDEN}\nLR=1"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("auth=('bob', 'hunter2')", f"auth=('bob', '{HIDDEN}')"),
+        (f"tokens = {{'a': '{SECRETS_HEX}', 'b': 3}}", f"tokens = {{'a': '{HIDDEN}', 'b': 3}}"),
+        ("auth={'user': 'bob', 'password': 'hunter'}", f"auth={{'user': 'bob', 'password': '{HIDDEN}'}}"),
+        ("credentials={'user': 'bob', 'x': 'hunter'}", f"credentials={{{HIDDEN}}}"),
+    ],
+)
+def test_tuples_and_mappings(text: str, shown: str) -> None:
+    assert Redactor().text(text) == shown
+
+
+def test_the_secret_of_a_job_is_one_by_its_name() -> None:
+    assert names_a_secret("LOCKSTEP_JOB_SECRET")
+    assert Redactor().environ({"LOCKSTEP_JOB_SECRET": "ab"}) == {"LOCKSTEP_JOB_SECRET": HIDDEN}
+    learned = Redactor().learn({"LOCKSTEP_JOB_SECRET": "0123456789abcdef"})
+    assert "0123456789abcdef" not in learned.text("joined with 0123456789abcdef")
+
+
+def test_data_knows_a_key_by_its_value() -> None:
+    key = SECRETS_HEX
+    assert Redactor().data({"username": "bob", "key": key}) == {"username": "bob", "key": HIDDEN}
+    assert Redactor().data({"key": "model.layers.0.weight"}) == {"key": "model.layers.0.weight"}
+    assert Redactor().data({"tokens": [key, "the", "cat"]}) == {"tokens": [HIDDEN, "the", "cat"]}
+    assert key not in Redactor().learn_from({"username": "bob", "key": key}).text(f"kaggle refused {key}")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "piece",
+    [
+        *(
+            "a=",
+            "tokens: ['a', ",
+            "password='",
+            'password="""',
+            "keys:\n  a\n",
+            "mysql ",
+            "curl -u ",
+            "secret: {",
+            "eyJ",
+        ),
+        *(
+            "'password', ",
+            "name: A_KEY,",
+            "export A_KEY=b c ",
+            "secret: x ",
+            "<password>",
+            "login a ",
+            "Private-Lines: 1 ",
+        ),
+    ],
+)
+def test_time_grows_with_the_text_and_no_faster(piece: str) -> None:
+    """Four times the text may take ten times as long on a busy machine, and not the sixteen of a square."""
+
+    def seconds(size: int) -> float:
+        start = time.process_time()
+        Redactor().text(piece * (size // len(piece)))
+        return time.process_time() - start
+
+    seconds(1000)
+    assert seconds(80_000) < 10 * max(seconds(20_000), 0.004)
+
+
+@pytest.mark.soak
+def test_a_line_of_ten_megabytes() -> None:
+    start = time.process_time()
+    shown = Redactor().text("step=1 loss=0.25 " * 600_000 + "api_key='" + SECRETS_HEX + "'")
+    assert SECRETS_HEX not in shown
+    assert time.process_time() - start < 120

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.blackbox.snapshot import Op, Snapshot
-from lockstep.guard.diagnose import diagnose
+from lockstep.guard.diagnose import diagnose, elsewhere
 from lockstep.guard.diagnosis import Diagnosis
 from tests.ranks import in_soak
 from tests.unit.guard.boxes import BACKWARD, BARRIER, GATHER, NOW, box, raw
@@ -694,3 +694,11 @@ def test_a_rank_that_is_started_again_is_waited_for() -> None:
     later = diagnose(boxes, restarts=True)
     assert later is not None
     assert later.certain
+
+
+@pytest.mark.parametrize(("beat", "waits"), [(NOW, True), (NOW - 4.5, False), (NOW - 3, False)])
+def test_a_rank_in_a_call_of_torchs_is_elsewhere_once_its_reporter_has_looked_again(beat: float, waits: bool) -> None:
+    """It may have left the call together with the one that asks, which has stopped 5 s ago."""
+    there = box(0, [BACKWARD], raw=raw("all_reduce", waits=9), beat=beat)
+    assert bool(elsewhere(there, 0, 1, since=NOW - 5)) is waits
+    assert not elsewhere(there, 0, 1, since=NOW - 0.5)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.blackbox.box import Box
 from lockstep.blackbox.peers import box_path
+from lockstep.config.signed_store import SignedStore
 from lockstep.guard import exchange, pace
 from lockstep.guard.watcher import Watcher
 from lockstep.rundir.place import RunDirectory
@@ -52,7 +52,7 @@ class Cluster:
 
     def _connect(self) -> Any:
         store = dist.TCPStore("127.0.0.1", self.server.port, wait_for_workers=False)
-        return Counted(PrefixStore("guard", store), self.calls)
+        return SignedStore(Counted(store, self.calls), "", "guard")
 
     def steps(self, *machines: list[tuple[float, ...]]) -> None:
         """The ranks of each machine, and what all steps of each rank are like."""
@@ -80,7 +80,7 @@ class Cluster:
     def rounds(self) -> int:
         """Questions asked and findings told."""
         store = self._connect()
-        return int(store.get("latest")) if store.check(["latest"]) else 0
+        return int(store.get("latest")) if store.peek("latest") is not None else 0
 
     def heard(self, node: int) -> list[str]:
         """What the machine's screen shows, a moment later."""
@@ -105,7 +105,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
 
 def test_a_healthy_job_asks_nothing(cluster: Cluster) -> None:
     cluster.steps([ALONE, ALONE], [ALONE, ALONE])
-    assert sorted(cluster.calls) == ["check", "check", "wait", "wait"]  # each machine's, when it came
+    assert sorted(cluster.calls) == ["compare_set", "compare_set", "wait", "wait"]  # each machine's, when it came
     cluster.look(20)
     assert len(cluster.calls) == 4
     assert cluster.said == [[], []]

@@ -97,6 +97,10 @@ def written(tmp_path: Path, text: str) -> Path:
             "fd00::1\n[fd00::2]:4\n[fd00::3]",
             [Host(name="fd00::1"), Host(name="fd00::2", slots=4), Host(name="fd00::3")],
         ),
+        (
+            "fe80::1%eth0\n::1\nnode-1.example.org.\n_gw\n10.0.0.1",
+            [Host(name=name) for name in ("fe80::1%eth0", "::1", "node-1.example.org.", "_gw", "10.0.0.1")],
+        ),
         ("a slots=1\nb\na slots=2\nb", [Host(name="a", slots=3), Host(name="b")]),
     ],
 )
@@ -115,6 +119,19 @@ def test_host_files_of_all_dialects_are_read(tmp_path: Path, text: str, hosts: l
         ("me@a", "'me@a' is not a host's name"),
         ("a,b", "'a,b' is not a host's name"),
         ("-x", "'-x' is not a host's name"),
+        (
+            "a\n-oProxyCommand=x::y",
+            "line 2, '-oProxyCommand=x::y': '-oProxyCommand=x::y' is not a host's name; allowed",
+        ),
+        ("x::2", "'x::2' is not a host's name"),
+        ("--help::1 slots=2", "'--help::1' is not a host's name"),
+        ("[-x::1]:2", "'-x::1' is not a host's name"),
+        ("[a]:2", "'a' in brackets is not an IPv6 address"),
+        ("fe80::1%$(id)", "is not a host's name"),
+        ("a;reboot", "'a;reboot' is not a host's name"),
+        ("a\x1b[2J", "'a\\x1b[2J' is not a host's name"),
+        ("`id`:2", "'`id`' is not a host's name"),
+        ("b" * 254, "is not a host's name"),
         ("", "names no host"),
         ("# nobody\n\n", "names no host"),
     ],
@@ -126,6 +143,11 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, text: str, words: s
     assert words in str(caught.value)
     assert repr(str(path)) in str(caught.value)
     assert "node1 slots=2 or node1:2" in str(caught.value)
+
+
+def test_a_host_file_without_end(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'/dev/zero' cannot be read: it has more than 4096 KiB"):
+        mpi.read_hostfile("/dev/zero")
 
 
 def test_all_bad_lines_are_named_at_once(tmp_path: Path) -> None:
@@ -196,7 +218,9 @@ def test_open_mpi_is_told_by_name_what_to_hand_over(tmp_path: Path) -> None:
     }
     argv, _ = plan(tmp_path, environ=environ)
     handed = [value for flag, value in itertools.pairwise(argv) if flag == "-x"]
-    assert handed == ["LOCKSTEP_LAUNCH=1", "MASTER_ADDR=a", "MASTER_PORT=1234", "PYTHONPATH", "WANDB_API_KEY"]
+    assert handed[:3] == ["LOCKSTEP_LAUNCH=1", "MASTER_ADDR=a", "MASTER_PORT=1234"]
+    # By name: whoever lists the processes of the node reads their command lines.
+    assert handed[3:] == ["LOCKSTEP_JOB_SECRET", "PYTHONPATH", "WANDB_API_KEY"]
     assert ("--allow-run-as-root" in argv) == (os.geteuid() == 0)
 
 

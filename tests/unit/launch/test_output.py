@@ -5,6 +5,7 @@ import os
 import random
 import re
 import select
+import stat
 import sys
 import threading
 import time
@@ -419,7 +420,8 @@ def test_a_full_disk_does_not_stop_the_job(start: Callable[..., Job], tmp_path: 
     out, err = job.close()
     assert out == b"x\n" * 3
     assert err.decode() == (
-        f"lockstep launch: what ranks print is not kept in {full} (No space left on device); the job goes on.\n"
+        f"lockstep launch: the log files in {full} are incomplete (No space left on device): what ranks print is shown "
+        "here only. The job continues.\n"
     )
 
 
@@ -430,7 +432,33 @@ def test_a_folder_that_cannot_be_made(start: Callable[..., Job], tmp_path: Path)
     job.write(1, b"shown\n")
     out, err = job.close()
     assert out == b"shown\n"
-    assert err.count(b"is not kept") == 1
+    assert err.count(b"are incomplete (File exists)") == 1
+
+
+def test_log_files_that_are_removed(start: Callable[..., Job], tmp_path: Path) -> None:
+    job = start(2)
+    job.write(0, b"first\n")
+    job.screens["out"].wait_for(b"first\n")
+    for path in job.folder.iterdir():
+        path.unlink()
+    for _ in range(3):
+        job.write(1, b"shown\n")
+        job.output.flush(LIMIT)
+    out, err = job.close()
+    assert out == b"first\n" + b"shown\n" * 3
+    assert err.count(b"are incomplete (removed by somebody)") == 1
+
+
+def test_log_files_are_for_their_owner_only(start: Callable[..., Job], tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        job = start(0)
+        job.start(1, tmp_path / "run" / "logs")
+        job.close()
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in [tmp_path / "run", *sorted((tmp_path / "run").rglob("*"))]]
+    assert modes == [0o700, 0o700, 0o600, 0o600]
 
 
 def test_a_reader_that_goes_away(start: Callable[..., Job]) -> None:

@@ -134,16 +134,15 @@ def test_the_code_of_the_job_is_the_first_failures(tmp_path: Path, code: int, ex
 
 def test_without_words_the_end_of_stderr_is_shown(tmp_path: Path) -> None:
     lines = [f"line {number}" for number in range(100)]
-    (tmp_path / "rank_1.err").write_bytes("\n".join(lines).encode() + b"\n 10%\r 20%\rlast \xff\n")
-    text, code = tell([ended(0, -15, by_us=True), ended(1, -11)], [], logs=tmp_path)
+    written = "\n".join(lines).encode() + b"\n 10%\r 20%\rlast \xff\n"
+    text, code = tell([ended(0, -15, by_us=True), ended(1, -11)], [], logs=tmp_path, last_errors={1: written})
     assert code == 139
     assert "failed first: segmentation fault" in text
     assert text.splitlines()[-20:] == ["  line 81", *(f"  line {n}" for n in range(82, 100)), "  last \ufffd"]
 
 
 def test_an_exit_that_left_nothing(tmp_path: Path) -> None:
-    (tmp_path / "rank_0.err").write_text("\n  \n")
-    text, _ = tell([ended(0, 4)], [], logs=tmp_path)
+    text, _ = tell([ended(0, 4)], [], logs=tmp_path, last_errors={0: b"\n  \n"})
     assert "ended with exit code 4." in text
     assert text.endswith("look for sys.exit, os._exit or exit() in the script.")
     assert tell([ended(0, 4)], [], logs=tmp_path / "nowhere")[1] == 4

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="package")
-def quick_collections() -> Iterator[None]:
-    gc.collect()
+@pytest.fixture(autouse=True)
+def quick_collections() -> None:
     gc.freeze()
-    yield
-    gc.unfreeze()

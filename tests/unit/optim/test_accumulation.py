@@ -333,6 +333,39 @@ def test_an_unprepared_optimizer_in_a_window_is_an_error() -> None:
     stranger.step()  # outside of the block it is the user's own business
 
 
+class Wrapping(torch.optim.Optimizer):
+    """Steps another optimizer, as sharpness-aware and lookahead optimizers do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_optimizers_that_are_not_strangers() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    model = weight()
+    start = model.weight.item()
+    model, optimizer = accelerator.prepare(model, Wrapping(torch.optim.SGD(model.parameters(), lr=1.0)))
+    other = accelerator.prepare(weight())
+    when_due = torch.optim.SGD(other.parameters(), lr=1.0)
+    for _ in range(4):
+        with accelerator.accumulate(model, other):
+            perturbation = torch.zeros(1, requires_grad=True)
+            inner = torch.optim.SGD([perturbation], lr=1.0)
+            torch.autograd.backward(model(perturbation).sum(), inputs=[perturbation])
+            inner.step()
+            accelerator.backward(model(torch.ones(1)).mean() + other(torch.ones(1)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                when_due.step()
+                when_due.zero_grad()
+    assert model.weight.item() == pytest.approx(start - 2.0)
+
+
 def test_an_unprepared_optimizer_with_a_window_of_one_steps() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(weight())

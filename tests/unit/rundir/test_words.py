@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lockstep.config import env
 from lockstep.errors import DataError, PeerFailure, TopologyError
-from lockstep.rundir import words
+from lockstep.rundir import files, words
 from lockstep.rundir.place import RunDirectory
 from lockstep.rundir.words import LastWords, first_failure, read_all, write
 
@@ -284,7 +284,7 @@ def test_a_disk_that_fails_raises_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert not write(Path("/proc/nowhere"), some())
     assert not write(tmp_path, some(message=object()))
     # A disk that is full says so when the data is written.
-    monkeypatch.setattr(words, "_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
+    monkeypatch.setattr(files, "private", lambda path, flags: os.open("/dev/full", os.O_WRONLY))
     assert not write(tmp_path, some())
     monkeypatch.undo()
     (tmp_path / "words" / "rank_0.json").mkdir()

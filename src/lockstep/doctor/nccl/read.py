@@ -29,25 +29,25 @@ class Reading:
     """The same, as findings; what could not be read is among them."""
 
 
-def read(named: Sequence[str], watch: Watch | None = None) -> Reading:
-    """Read logs, and put their ranks' stories together."""
+def read(named: Sequence[str], watch: Watch | None = None, logs: Sequence[Log] = ()) -> Reading:
+    """Read logs, those that are ``named`` and the given ones, and put their ranks' stories together."""
     teller = Teller(knowledge.load())
     findings: list[Finding] = []
     names: list[str] = []
     empty: list[str] = []
+    wanted = list(logs)
     for word in named:
         try:
-            logs = logs_of(word)
+            wanted += logs_of(word)
         except (UnreadableLog, OSError) as error:
             findings.append(_unreadable(str(error)))
-            continue
-        for log in logs:
-            try:
-                _add(teller, log, watch(log) if watch is not None else None)
-                (empty if log.size() == 0 else names).append(log.name)
-            except UnreadableLog as error:
-                # A folder may hold other things than logs.
-                findings.append(_unreadable(str(error), "error" if log.asked_for else "skipped"))
+    for log in wanted:
+        try:
+            _add(teller, log, watch(log) if watch is not None else None)
+            (empty if log.size() == 0 else names).append(log.name)
+        except UnreadableLog as error:
+            # A folder may hold other things than logs.
+            findings.append(_unreadable(str(error), "error" if log.asked_for else "skipped"))
     story = teller.tell()
     # Of a folder some files may well be empty: a rank that printed nothing.
     if empty and not names:

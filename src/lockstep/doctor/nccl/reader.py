@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from lockstep.rundir.regular_file import open_regular
+
 LIMIT = 8192
 """Bytes of a line that are looked at together."""
 STDIN = "-"
@@ -44,6 +46,8 @@ class Log:
     """The file; None for what is piped in."""
     asked_for: bool = True
     """Whether it was named, and not only stands in a folder that was."""
+    below: Path | None = None
+    """The folder that it must lie in, without a link on the way."""
 
     def lines(self, progress: Progress | None = None, hints: Sequence[bytes] = ()) -> Iterator[tuple[int, bytes]]:
         """Number and text of each line, without its end; of a very long one in pieces. Raises `UnreadableLog`.
@@ -60,6 +64,9 @@ class Log:
         if self.path is None:
             # Not closed with the last line: it is not ours.
             return open(sys.stdin.fileno(), "rb", buffering=_BLOCK, closefd=False)
+        # One that was named may be a pipe (`<(zcat log.gz)`); of a folder's, a pipe would keep us waiting for ever.
+        if self.below is not None:
+            return open_regular(self.path, self.below)
         return open(self.path, "rb", buffering=_BLOCK)
 
     def size(self) -> int | None:

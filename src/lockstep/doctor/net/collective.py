@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.doctor.net.meeting import Meeting
 from lockstep.doctor.net.results import Link, Point
@@ -55,7 +54,7 @@ class Collective:
                 torch.accelerator.set_device_index(self.device.index or 0)
             dist.init_process_group(
                 self.backend,
-                store=PrefixStore("group", self.meeting.store),
+                store=self.meeting.torch_store("group"),
                 rank=self.number,
                 world_size=self.size,
                 timeout=timedelta(seconds=LIMIT),

@@ -21,6 +21,12 @@ from lockstep.doctor.net.wire import Listener
 from lockstep.topology.topology import Topology
 
 
+def choose(topology: Topology, environ: Mapping[str, str]) -> interfaces.Choice:
+    """Where the backend of this rank will listen."""
+    on_device = topology.backend is not None and "nccl" in topology.backend
+    return (interfaces.for_nccl if on_device else interfaces.for_gloo)(environ, interfaces.read())
+
+
 def introduce(
     topology: Topology,
     environ: Mapping[str, str],
@@ -30,8 +36,7 @@ def introduce(
 ) -> Member:
     """This rank: where the others reach it, over what, and what must be the same on all machines."""
     present = interfaces.read()
-    on_device = topology.backend is not None and "nccl" in topology.backend
-    choice = (interfaces.for_nccl if on_device else interfaces.for_gloo)(environ, present)
+    choice = choose(topology, environ)
     holder = None if choice.interface is None else next((i for i in present if i.name == choice.interface), None)
     return Member(
         rank=topology.rank,

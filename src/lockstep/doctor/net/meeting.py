@@ -15,6 +15,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
+from lockstep.config import env
+from lockstep.config.signed_store import SignedStore, read_secret
+from lockstep.config.store_server import host_store
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import way
 from lockstep.doctor.net.results import Member
@@ -35,8 +38,10 @@ _OPENING = 15.0
 class Meeting:
     """This rank's line to the others."""
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, prefix: str = "", secret: str = "") -> None:
         self.store = store
+        """Torch's own."""
+        self._signed = SignedStore(store, secret, prefix)
         self.rank = rank
         self.world_size = world_size
         self._lost: set[int] = set()
@@ -65,27 +70,29 @@ class Meeting:
             if reason:
                 raise _no_way(topology, reason)
         try:
-            store = TCPStore(
-                topology.main_address,
-                topology.main_port,
-                topology.world_size,
-                is_master=hosts,
-                timeout=timedelta(seconds=_OPENING),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
+            limit = timedelta(seconds=_OPENING)
+            if hosts:
+                store = host_store(topology.main_address, topology.main_port, nodes=topology.num_nodes, timeout=limit)
+            else:
+                store = TCPStore(
+                    topology.main_address, topology.main_port, is_master=False, timeout=limit, wait_for_workers=False
+                )
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise _no_way(topology, str(error).strip().splitlines()[0]) from error
-        prefix = PrefixStore(f"lockstep/doctor/attempt_{topology.attempt}", store)
-        return cls(prefix, topology.rank, topology.world_size)
+        prefix = f"lockstep/doctor/attempt_{topology.attempt}"
+        return cls(store, topology.rank, topology.world_size, prefix, read_secret(env.snapshot()))
+
+    def torch_store(self, name: str) -> Store:
+        """A part of the store for a process group of torch's."""
+        return PrefixStore(self._signed.full(name), self.store)
 
     def tell(self, topic: str, value: Any) -> None:
         """Tell the others something, under a topic that is used once."""
         try:
-            # The number first, which is answered and so shows whether the store is there. The word itself is the last
+            # A question first, which is answered and so shows whether the store is there. The word itself is the last
             # thing that is sent: whoever has heard the last one may go, and the store with it.
-            self.store.add(f"{topic}/count", 1)
-            self.store.set(f"{topic}/{self.rank}", json.dumps(value))
+            self.store.check([topic])
+            self._signed.set(f"{topic}/{self.rank}", json.dumps([value]))
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
             self.closed = True
 
@@ -103,11 +110,11 @@ class Meeting:
         self._lost |= late
         here = [rank for rank in asked if rank not in late]
         try:
-            told = self.store.multi_get([f"{topic}/{rank}" for rank in here]) if here else []
+            told = [self._signed.peek(f"{topic}/{rank}", _read_value) for rank in here]
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
             self.closed = True
             return {}
-        return {rank: json.loads(text) for rank, text in zip(here, told, strict=True)}
+        return {rank: value[0] for rank, value in zip(here, told, strict=True) if value is not None}
 
     def _wait(self, topic: str, asked: Sequence[int], patience: float, said: Callable[[str], None]) -> set[int]:
         """Wait until all of them have told; those that have not in time."""
@@ -130,11 +137,9 @@ class Meeting:
         return set()
 
     def _have_told(self, topic: str, ranks: Sequence[int]) -> bool:
-        """Whether all of them have told; by their number first, which is one key however many they are."""
+        """Whether all of them have told."""
         try:
-            if len(ranks) > 1 and self.store.add(f"{topic}/count", 0) < len(ranks):
-                return False
-            return not ranks or bool(self.store.check([f"{topic}/{rank}" for rank in ranks]))
+            return not ranks or self._signed.peek_all([f"{topic}/{rank}" for rank in ranks]) is not None
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
             self.closed = True
             return False
@@ -161,6 +166,11 @@ class Meeting:
     def missing(self) -> list[int]:
         """Ranks that did not come."""
         return sorted(self._lost)
+
+
+def _read_value(data: bytes) -> tuple[Any]:
+    (value,) = json.loads(data)
+    return (value,)
 
 
 def _require_free(port: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import maps, units
 from lockstep.doctor.net.results import Report
+from lockstep.rundir.printable import printable
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem;
@@ -111,4 +112,4 @@ def _curve(report: Report) -> Iterator[str]:
 
 
 def _text(text: str) -> str:
-    return html.escape(text, quote=True)
+    return html.escape(printable(text), quote=True)

@@ -74,7 +74,8 @@ def examine(
     environ = env.snapshot()
     topology = _topology(environ)
     speak: Say = said if said is not None and topology.rank == 0 else _silent
-    listener = Listener()
+    # On several nodes it is tried which of their interfaces lead to each other.
+    listener = Listener(facts.choose(topology, environ).address if topology.num_nodes == 1 else None)
     try:
         own = facts.introduce(topology, environ, listener, script=options.script)
         meeting = Meeting.join(topology, own, options.patience, said or _silent, alarm or _unheard)

@@ -32,9 +32,10 @@ IDLE = 600.0
 class Listener:
     """Where the others reach this rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str | None = None) -> None:
+        """Listen at an address of this node; without one, at all of them."""
         self.token = secrets.token_hex(8)
-        self._server = _serve_everywhere()
+        self._server = _serve_everywhere() if address is None else _serve_at(address)
         self.port = int(self._server.getsockname()[1])
         self._lines: set[socket.socket] = set()
         self._closed = False
@@ -75,6 +76,10 @@ class Listener:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
         self._thread.join(2.0)
+
+
+def _serve_at(address: str) -> socket.socket:
+    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=512)
 
 
 def _serve_everywhere() -> socket.socket:

@@ -93,11 +93,11 @@ def _address(environ: Mapping[str, str], rank: int, nodes: int, node_rank: int) 
             f"machine of the step. Set MASTER_ADDR to the host of task 0 for all tasks, or use srun's default "
             f"--distribution."
         )
+    if nodes == 1:
+        return "127.0.0.1"
     hosts = variables.text(environ, *_NODE_LIST)
     if hosts is not None:
         return hostlist.expand(hosts)[0]
-    if nodes == 1:
-        return "127.0.0.1"
     raise TopologyError(
         f"The step runs on {nodes} machines, but none of {', '.join(_NODE_LIST)} is set, so the tasks do not know "
         f"where task 0 runs. Set MASTER_ADDR to its host for all tasks."

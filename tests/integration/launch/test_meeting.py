@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lockstep.errors import TopologyError
+from lockstep.errors import ConfigError, TopologyError
 from lockstep.launch import meeting
 from lockstep.launch.meeting import Meeting, Nodes
 from tests.ranks import free_port
@@ -19,9 +19,10 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     return free_port()
 
 
-def machine(rank: int, port: int, patience: float) -> Meeting:
+def machine(rank: int, port: int, patience: float, secret: str = "") -> Meeting:
     return Meeting(
-        Nodes(number=2, rank=rank, processes=1, address="127.0.0.1", port=port, fixed_port=True, patience=patience)
+        Nodes(number=2, rank=rank, processes=1, address="127.0.0.1", port=port, fixed_port=True, patience=patience),
+        secret,
     )
 
 
@@ -49,3 +50,24 @@ def test_machine_0_names_the_one_that_has_not_come(port: int, capsys: pytest.Cap
     with pytest.raises(TopologyError, match=r"Machine 1 of 2 has not come within 0.7 s"):
         machine(0, port, 0.7).begin(0)
     assert "notebook_launcher: waiting for machine 1 of 2 …" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("own", "words"), [("", "this one has no "), ("other", "this one has another ")])
+def test_machines_with_different_secrets_are_told_so(port: int, own: str, words: str) -> None:
+    first, second = machine(0, port, 2.5, "secret"), machine(1, port, 20.0, own)
+    failures: list[BaseException] = []
+
+    def begin() -> None:
+        try:
+            first.begin(0)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    with pytest.raises(ConfigError, match=f"{words}LOCKSTEP_JOB_SECRET.*the same value on every node"):
+        second.begin(0)
+    thread.join(20)
+    assert "has not come" in str(failures[0])
+    second.close(patience=0)
+    first.close(patience=0)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.blackbox.snapshot import Op, Raw, Snapshot
+from lockstep.config.signed_store import SignedStore
 from lockstep.guard import exchange
 from lockstep.guard.exchange import Exchange
 
@@ -54,7 +54,7 @@ class Machines:
         return [box(node)]
 
     def connect(self) -> Any:
-        return PrefixStore("guard", dist.TCPStore("127.0.0.1", self.server.port, wait_for_workers=False))
+        return SignedStore(dist.TCPStore("127.0.0.1", self.server.port, wait_for_workers=False), "secret", "guard")
 
 
 @pytest.fixture
@@ -128,16 +128,32 @@ def test_a_machine_that_has_left_is_remembered_by_its_last_boxes(machines: Machi
 
 def test_a_machine_that_does_not_answer_is_left_out(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "PATIENCE", 0.3)
-    alone = lambda: PrefixStore("another", machines.connect())  # noqa: E731
+    alone = lambda: machines.connect().under("another")  # noqa: E731
     lonely = Exchange(alone, node=0, nodes=2, boxes=lambda about: [], hear=lambda said: None)
     assert asks(lonely, [box(0)]) == [box(0)]
     lonely.close()
 
 
+def test_an_answer_that_comes_while_others_are_opened_counts(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What 500 nodes answer takes longer to open than the patience with one of them."""
+    store, unpack = machines.connect(), exchange._unpack
+
+    def opens(data: bytes) -> list[Snapshot]:
+        store.set("answer/9/1", exchange._pack([box(1)]))
+        return unpack(data)
+
+    monkeypatch.setattr(exchange, "_unpack", opens)
+    store.set("answer/9/2", exchange._pack([box(2)]))
+    assert {item.rank for item in machines.ends[0]._collect(store, 9, patience=0.0)} == {1, 2}
+    assert machines.ends[0].silent == ()
+
+
 def test_a_round_whose_opener_died_is_completed_by_another(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "PATIENCE", 0.2)
     # Written, but not delivered: that is where it died.
-    machines.connect().compare_set("round/1", "", '{"from": 2, "asks": "", "id": "x"}')
+    machines.connect().claim("round/1", '{"from": 2, "asks": "", "id": "x"}')
     assert {item.rank for item in asks(machines.ends[0], [box(0)])} == {0, 1, 2}
 
 
@@ -145,7 +161,8 @@ def test_a_watcher_that_comes_late_hears_of_what_was_said_before() -> None:
     machines = Machines(0)
     store = machines.connect()
     store.set("latest", "2")
-    store.multi_set(["inbox/0/1", "inbox/0/2"], [f'{{"from": 1, "id": "{n}", "text": "{n}"}}' for n in "ab"])
+    for number, text in ((1, "a"), (2, "b")):
+        store.set(f"inbox/0/{number}", f'{{"from": 1, "id": "{text}", "text": "{text}"}}')
     heard: list[str] = []
     late = Exchange(
         machines.connect, node=0, nodes=2, boxes=lambda about: [], hear=lambda said: heard.append(said["text"])

@@ -1,8 +1,8 @@
 """Damages model files in many ways and loads them; run in a process of its own, which nothing may end.
 
-``python -m tests.unit.checkpoint.fuzz FOLDER SEED COUNT``: the model is either loaded, bit for bit as the safetensors
-library reads the files, or left as it is with a CheckpointError. Memory is limited to little more than what is in use,
-so that believing a header that lies is fatal, and every file that is opened is looked at.
+``python -m tests.integration.checkpoint.fuzz FOLDER SEED COUNT``: the model is either loaded, bit for bit as the
+safetensors library reads the files, or left as it is with a CheckpointError. Memory is limited to little more than what
+is in use, so that believing a header that lies is fatal, and every file that is opened is looked at.
 """
 
 from __future__ import annotations

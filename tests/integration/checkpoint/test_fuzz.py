@@ -20,7 +20,7 @@ def folder() -> Iterator[Path]:
 
 def run(folder: Path, seed: int, count: int, limit: float) -> dict[str, int]:
     folder.mkdir()
-    command = [sys.executable, "-m", "tests.unit.checkpoint.fuzz", str(folder), str(seed), str(count)]
+    command = [sys.executable, "-m", "tests.integration.checkpoint.fuzz", str(folder), str(seed), str(count)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     assert done.returncode == 0, f"seed {seed}: {done.stderr[-3000:]}"
     return json.loads(done.stdout.splitlines()[-1])
