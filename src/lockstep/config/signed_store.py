@@ -117,14 +117,7 @@ class SignedStore:
 
     def clone(self) -> SignedStore:
         """The same part on a connection of its own; torch's DistNetworkError where nobody serves the store any more."""
-        _raise_if_gone(self.raw)
-        made, store = None, self.raw
-        if type(store).__name__ == "TCPStore":
-            # Its host may end right now. Torch's own clone tries to connect for as long as the timeout of the store.
-            limit, libuv = timedelta(seconds=_ANSWERS), store.libuvBackend
-            made = type(store)(store.host, store.port, timeout=limit, wait_for_workers=False, use_libuv=libuv)
-            made.set_timeout(store.timeout)
-        return SignedStore(made or store.clone(), self._secret, self._prefix, written=self._written)
+        return SignedStore(_connect_again(self.raw), self._secret, self._prefix, written=self._written)
 
     def full(self, key: str) -> str:
         """The key as torch's store has it."""
@@ -250,15 +243,27 @@ class SignedStore:
             return None
 
 
-def _raise_if_gone(store: Any) -> None:
-    """Torch would try to connect for a while."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host = getattr(store, "host", None)
-    if host and (why := knock(host, store.port, _ANSWERS)):
-        from torch.distributed import DistNetworkError  # loaded where there is a store: launchers do without torch
+def _connect_again(store: Any) -> Any:
+    """Another connection to torch's store. Torch's own clone would try for as long as the timeout of the store."""
+    from torch.distributed import DistNetworkError  # loaded where there is a store: launchers do without torch
 
-        raise DistNetworkError(f"The job's store at {host}:{store.port} does not answer ({why}).")
+    server = store
+    while hasattr(server, "underlying_store"):
+        server = server.underlying_store
+    host = getattr(server, "host", None)
+    if host and (why := knock(host, server.port, _ANSWERS)):
+        raise DistNetworkError(f"The job's store at {host}:{server.port} does not answer ({why}).")
+    if type(store).__name__ != "TCPStore":
+        return store.clone()
+    # Its host may end right now: a process that is killed closes its port some time after its connections.
+    limit, libuv = timedelta(seconds=_ANSWERS), store.libuvBackend
+    try:
+        made = type(store)(host, store.port, timeout=limit, wait_for_workers=False, use_libuv=libuv)
+    except DistNetworkError as error:
+        why = str(error).splitlines()[0]
+        raise DistNetworkError(f"The job's store at {host}:{store.port} does not answer ({why}).") from None
+    made.set_timeout(store.timeout)
+    return made
 
 
 def _report(full: str, *, signed: bool) -> None:

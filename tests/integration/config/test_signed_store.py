@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -190,6 +191,35 @@ def test_a_clone_and_a_part_know_what_the_store_has_written(raw: Any) -> None:
     store.under("a").set("2", "x")
     store.delete_own("a/")
     assert store.peek("a/1") is store.peek("a/2") is None
+
+
+def serve(port: int, *, answers: int, until: threading.Event) -> None:
+    """Listen in the place of a store that has ended: take so many connections, and close each at once."""
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        until.set()
+        for _ in range(answers):
+            listener.accept()[0].close()
+
+
+@pytest.mark.parametrize("answers", [0, 1, 2])
+def test_a_clone_names_a_store_that_ends_at_any_moment_of_connecting(
+    answers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed closes its port some time after its connections."""
+    monkeypatch.setattr(signed_store, "_ANSWERS", 1.0)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = server.port
+    client = SignedStore(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), "secret", "job")
+    del server
+    listening = threading.Event()
+    thread = threading.Thread(target=serve, args=(port,), kwargs={"answers": answers, "until": listening})
+    thread.start()
+    try:
+        assert listening.wait(10)
+        with pytest.raises(dist.DistNetworkError, match=rf"store at 127.0.0.1:{port} does not answer"):
+            client.clone()
+    finally:
+        thread.join(10)
 
 
 @pytest.mark.parametrize(
