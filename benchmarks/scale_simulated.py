@@ -35,9 +35,9 @@ from lockstep.checkpoint.state import Content
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.config.signed_store import SignedStore
 from lockstep.guard.diagnose import diagnose
-from lockstep.guard.exchange import Exchange, _pack, _unpack
-from lockstep.guard.explain import explain
 from lockstep.guard.job import HISTORY
+from lockstep.guard.node_exchange import Exchange, _pack, _unpack
+from lockstep.guard.render import explain
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 

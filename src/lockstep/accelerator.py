@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.methods import SavesModels
+from lockstep.checkpoint.checkpoint_methods import SavesModels
 from lockstep.comm import rng
-from lockstep.comm.talk import Talk
+from lockstep.comm.collective_methods import Talk
 from lockstep.config import env
 from lockstep.config.choices import DebugTool, PrecisionType
 from lockstep.config.handlers import (
@@ -30,28 +30,28 @@ from lockstep.config.handlers import (
 )
 from lockstep.config.settings import read_settings
 from lockstep.data.current_batch import CurrentBatch
+from lockstep.data.global_batch import Round, name_samples
 from lockstep.data.loader import PreparedDataLoader
-from lockstep.data.round import Round, name_samples
 from lockstep.errors import UsageError
-from lockstep.memory.words import advise
+from lockstep.memory.oom_report import advise
 from lockstep.numerics.policy import Surroundings
 from lockstep.optim import clip
 from lockstep.optim.accumulation import Accumulation, silenced
-from lockstep.optim.guard import refuse_strangers
 from lockstep.optim.optimizer import PreparedOptimizer
-from lockstep.optim.schedule_check import ScheduleCheck
 from lockstep.optim.scheduler import PreparedScheduler
+from lockstep.optim.unprepared_check import refuse_strangers
+from lockstep.optim.unprepared_schedule import ScheduleCheck
 from lockstep.precision import mixed
-from lockstep.rundir.words import ADVISERS
+from lockstep.rundir.crash_report import ADVISERS
 from lockstep.state import AcceleratorState, GradientState, settle_precision
 from lockstep.strategies.choose import choose
 from lockstep.strategies.microbatch import MicroBatch
-from lockstep.strategies.preparing import Prepares
+from lockstep.strategies.prepare import Prepares
 from lockstep.topology import current
 from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from lockstep.optim.effective import Record
+    from lockstep.optim.run_summary import Record
 
 _numbers = itertools.count()
 _living: weakref.WeakValueDictionary[int, Accelerator] = weakref.WeakValueDictionary()
@@ -218,10 +218,10 @@ class Accelerator(Prepares, Talk, SavesModels):
         return None if number is None else _living.get(number)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        from lockstep.comm import pickled
+        from lockstep.comm import pickling
 
         number = self.__dict__.get("_number")
-        return pickled.taken_apart(self, number, self._session.mixed_precision)
+        return pickling.taken_apart(self, number, self._session.mixed_precision)
 
     def __getattr__(self, name: str) -> Any:
         away = getattr(self.__dict__.get("_group"), "away", None)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.view import ProcessView
+from lockstep.comm.process_info import ProcessView
 from lockstep.config.choices import DebugTool
 from lockstep.config.env import snapshot
 from lockstep.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator, DataLoaderConfiguration, PartialState, ProjectConfiguration
 from lockstep.blackbox.box import NoBox
-from lockstep.checkpoint import find, safe
+from lockstep.checkpoint import discovery, safe_pickle
 from lockstep.checkpoint.disk import Disk
 from lockstep.errors import CheckpointError
 from lockstep.testing import Ranks, run_ranks
@@ -55,7 +55,7 @@ def test_two_ranks_go_on_to_the_bit(tmp_path: Path) -> None:
             assert {name: value for name, value in result.items() if name not in own} == {
                 name: value for name, value in alone.items() if name not in own
             }
-    assert find.verify(tmp_path / "state") == []
+    assert discovery.verify(tmp_path / "state") == []
     assert os.listdir(tmp_path) == ["state"]
 
 
@@ -187,7 +187,7 @@ def test_a_rank_that_cannot_write_is_named_on_all(tmp_path: Path, who: int, bloc
     for told in run_ranks(failing, 2, str(tmp_path / "state"), who, blocking):
         assert f"rank {who} failed to write its part: No space left on device" in told
         assert "training can go on" in told
-    assert find.verify(tmp_path / "state") == []
+    assert discovery.verify(tmp_path / "state") == []
     assert os.listdir(tmp_path) == ["state"]
 
 
@@ -225,17 +225,17 @@ def damaged(folder: str, large: int) -> tuple[str, bool]:
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
     run.accelerator.wait_for_everyone()
-    usual, safe.LARGE = safe.LARGE, large
+    usual, safe_pickle.LARGE = safe_pickle.LARGE, large
     try:
         run.accelerator.load_state(folder)
     except CheckpointError as error:
         return str(error), torch.equal(run.weights(), before)
     finally:
-        safe.LARGE = usual
+        safe_pickle.LARGE = usual
     return "loaded", False
 
 
-@pytest.mark.parametrize("large", [0, safe.LARGE])
+@pytest.mark.parametrize("large", [0, safe_pickle.LARGE])
 def test_damage_that_one_rank_finds_stops_all(tmp_path: Path, large: int) -> None:
     for told, untouched in run_ranks(damaged, 2, str(tmp_path / "state"), large):
         assert "optimizer.bin is damaged" in told

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lockstep import Accelerator
 from lockstep.comm import objects, tensors, trees
-from lockstep.comm.free import gather as free_gather
-from lockstep.comm.free import reduce as free_reduce
+from lockstep.comm.functional import gather as free_gather
+from lockstep.comm.functional import reduce as free_reduce
 from lockstep.errors import ConfigError, DistributedOperationException
 from lockstep.testing import run_ranks
 from tests.ranks import in_soak, join

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.comm import tensors
 from lockstep.data.dispatch import Delivery, Share, dispatch
-from lockstep.data.round import Round
+from lockstep.data.global_batch import Round
 from lockstep.errors import DataError, DistributedOperationException, PeerFailure, UsageError
 from lockstep.testing import run_ranks
 from lockstep.topology.group import Group

@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.comm import objects, tensors
 from lockstep.comm.agree import agree
 from lockstep.data import metrics
-from lockstep.data.round import Round
+from lockstep.data.global_batch import Round
 from lockstep.errors import DistributedOperationException, PeerFailure, UsageError
 from lockstep.testing import run_ranks
 from tests.ranks import join

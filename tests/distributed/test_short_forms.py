@@ -18,15 +18,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator
 from lockstep.comm import profiled
-from lockstep.data import taking
-from lockstep.strategies import replica
+from lockstep.data import worker_time
+from lockstep.strategies import ddp_module
 from lockstep.testing import run_ranks
 
 
 def test_torch_is_the_one_that_they_were_written_after() -> None:
     # When this fails with a new torch: read what its function does now, and write the short form again, or delete it.
-    assert replica._SHORT
-    assert taking._SHORT
+    assert ddp_module._SHORT
+    assert worker_time._SHORT
 
 
 def test_another_function_is_not_taken_for_the_known_one() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint import find
+from lockstep.checkpoint import discovery
 from lockstep.errors import CheckpointError
 from lockstep.testing import run_ranks
 from tests.faults.dying import Dying
@@ -46,11 +46,11 @@ def test_a_full_disk_costs_the_new_checkpoint_only(small_disk: Path, blocking: b
         save()
     folder = small_disk / "checkpoints"
     assert [path.name for path in folder.iterdir()] == ["checkpoint_0"]
-    assert find.verify(folder / "checkpoint_0") == []
+    assert discovery.verify(folder / "checkpoint_0") == []
     ballast.unlink()
     run.train(1)
     save()
-    assert len([path for path in folder.iterdir() if find.verify(path) == []]) == 2
+    assert len([path for path in folder.iterdir() if discovery.verify(path) == []]) == 2
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_disk_with_room_for_so_many_files_more(few_files: Path, blocking: bool
             expected = old + ("is saved and can be loaded" in str(error))
         else:
             expected = old + 1
-        assert find.verify(place) == []
+        assert discovery.verify(place) == []
         again = Run(samples=60)
         again.accelerator.load_state(place)
         assert again.average.count == expected, left
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_is_named_and_a_checkpoint_is_left(
     # By the error of the exchange, or by the guard, whichever sees first that the rank is gone.
     named = f"rank {who}, which died" if other.error_type == "PeerFailure" else f"rank {who} "
     assert named in (other.error_text + other.output).lower(), other.error_text
-    assert find.verify(folder) == []
+    assert discovery.verify(folder) == []
     counts = run_ranks(load, 2, str(folder))
     assert counts in ([2, 2], [3, 3])
     assert [path.name for path in tmp_path.iterdir() if "state" in path.name] == ["state"]

@@ -18,7 +18,7 @@ from torch import nn
 
 from lockstep import Accelerator, load_checkpoint_in_model
 from lockstep.checkpoint import write_lock
-from lockstep.checkpoint.models import replace_model
+from lockstep.checkpoint.saving import replace_model
 from lockstep.cli import main
 from lockstep.errors import CheckpointError
 from lockstep.testing.faults import die

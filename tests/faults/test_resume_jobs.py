@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint import find
+from lockstep.checkpoint import discovery
 from tests.faults.resuming import TRAIN
 from tests.ranks import in_soak
 
@@ -64,7 +64,7 @@ def test_killed_and_restarted_by_the_launcher(tmp_path: Path, left_alone: dict[s
     assert began in [[0, *places] for places in itertools.product(*(saved[kill] for kill in kills))]
     assert result(tmp_path) == left_alone
     folder = tmp_path / "checkpoints"
-    assert all(find.verify(path) == [] for path in folder.iterdir() if path.name.startswith("checkpoint"))
+    assert all(discovery.verify(path) == [] for path in folder.iterdir() if path.name.startswith("checkpoint"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.soak)])

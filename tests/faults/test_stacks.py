@@ -19,7 +19,7 @@ from lockstep.blackbox import read
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.cli import stacks, watch
 from lockstep.errors import ConfigError
-from lockstep.rundir.place import RunDirectory
+from lockstep.rundir.layout import RunDirectory
 
 SCRIPT = Path(__file__).parent / "out_of_step.py"
 LINES = {

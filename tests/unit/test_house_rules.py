@@ -54,14 +54,14 @@ def parsed(path: Path) -> ast.AST:
 
 
 UNPICKLES = {
-    "checkpoint/safe.py": "files, by torch's unpickler of plain values, unless the user trusts them",
+    "checkpoint/safe_pickle.py": "files, by torch's unpickler of plain values, unless the user trusts them",
     "checkpoint/torch_file.py": "files, of which only the outline is read",
     "comm/objects.py": "the other ranks, in a collective",
     "data/dispatch.py": "rank 0, in a collective",
     "data/worker_tails.py": "a worker process of this loader",
     "guard/reporter.py": "torch's Flight Recorder, in this process",
-    "launch/forked.py": "the notebook that forked this process",
-    "launch/forks.py": "a process that this one forked",
+    "launch/fork_worker.py": "the notebook that forked this process",
+    "launch/fork_pool.py": "a process that this one forked",
     "launch/rendezvous_state.py": "the rendezvous' state, by the classes of that state only, before torch does",
     "testing/_member.py": "a process that this one started",
     "testing/_rank.py": "the process that started this one",

@@ -429,7 +429,7 @@ def surplus(folder: Path, keep: int) -> list[Path]:
 
     Folders without a file of ours are not checkpoints: files of the user's may be left in one that was deleted.
     """
-    from lockstep.checkpoint.find import look  # which looks here for the numbered ones
+    from lockstep.checkpoint.discovery import look  # which looks here for the numbered ones
 
     kept, found = 0, []
     for _, path in numbered(folder):

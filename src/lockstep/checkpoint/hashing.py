@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from lockstep.checkpoint.disk import Disk
-from lockstep.checkpoint.opening import open_regular
+from lockstep.checkpoint.open_files import open_regular
 
 ALGORITHM = "xxh3-128"
 """What checkpoints are hashed with; the only one that this release knows."""

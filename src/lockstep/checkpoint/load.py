@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.checkpoint import find, hashing, state, state_weights, weights
-from lockstep.checkpoint.assigning import Assignment
+from lockstep.checkpoint import discovery, hashing, state, state_weights, weights
 from lockstep.checkpoint.exchange import Exchange
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.restoring import Restoring
 from lockstep.checkpoint.state import Loaded, Objects, numbered_name
 from lockstep.checkpoint.state_files import StateFiles
+from lockstep.checkpoint.state_loader import Assignment
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.topology.topology import Topology
 
@@ -67,9 +67,9 @@ def load(
     ``models`` says which are to be loaded from a folder: the user's hooks may see to some of them.
     """
     # By name: where each machine keeps its own, they need not be in the same folder.
-    names = exchange([path.name for path in find.candidates(request.place, many=request.many)], "finding checkpoints")[
-        0
-    ]
+    names = exchange(
+        [path.name for path in discovery.candidates(request.place, many=request.many)], "finding checkpoints"
+    )[0]
     paths = [request.place / name if request.many else request.place.with_name(name) for name in names]
     if not paths:
         if request.many:
@@ -103,7 +103,7 @@ def _try(
     exchange: Exchange,
     models: Callable[[Path], list[nn.Module]],
 ) -> Outcome | str:
-    seen = find.look(path)
+    seen = discovery.look(path)
     foreign = seen.manifest is None and not request.many and is_foreign(path)
     problem = None if foreign else seen.problem
     told = exchange(problem, "looking at a checkpoint")
@@ -194,11 +194,11 @@ def _run(assignment: Assignment, pool: ThreadPoolExecutor, threads: int) -> None
 
 def _start_hashing(
     files: StateFiles, found: Manifest, topology: Topology, pool: ThreadPoolExecutor, objects: Objects, stack: ExitStack
-) -> find.Checking:
+) -> discovery.Checking:
     """This rank's share of the hashing, in threads, which read the optimizers' files too."""
     mine = hashing.share(found.chunks(), topology.local_rank, topology.local_world_size)
     optimizers = [numbered_name("optimizer", number, ".bin") for number in range(len(objects.optimizers))]
-    checking = find.Checking(files, found, mine, pool, apart=optimizers)
+    checking = discovery.Checking(files, found, mine, pool, apart=optimizers)
     stack.callback(checking.cancel)
     return checking
 
@@ -209,7 +209,7 @@ def _read(
     request: Request,
     objects: Objects,
     models: Callable[[Path], list[nn.Module]],
-    hashes: find.Checking | None,
+    hashes: discovery.Checking | None,
     stack: ExitStack,
 ) -> tuple[Loaded, list[Assignment]]:
     """Everything that is going to be assigned, compared with what it is for."""

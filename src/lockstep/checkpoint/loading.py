@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checkpoint.assigning import Assignment, Loaded
+from lockstep.checkpoint.broadcast_load import all_or_none, from_rank_0
 from lockstep.checkpoint.commit import pending_file
-from lockstep.checkpoint.placing import OffloadFolder, Placing, as_dtype
-from lockstep.checkpoint.sending import all_or_none, from_rank_0
-from lockstep.checkpoint.stored import some
+from lockstep.checkpoint.device_map import OffloadFolder, Placing, as_dtype
+from lockstep.checkpoint.state_loader import Assignment, Loaded
+from lockstep.checkpoint.tensor_entry import some
+from lockstep.checkpoint.unwrap import inner_model
 from lockstep.checkpoint.weights import Weights, open_weights
-from lockstep.checkpoint.wrappers import inner_model
 from lockstep.errors import CheckpointError, ConfigError, NotYetError
 from lockstep.logging import get_logger
 from lockstep.topology import current

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
 
 from lockstep.checkpoint import hashing
-from lockstep.checkpoint.opening import open_inside, read_small
+from lockstep.checkpoint.open_files import open_inside, read_small
 from lockstep.errors import CheckpointError
 
 NAME = "lockstep_manifest.json"

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lockstep.checkpoint import generators, safe
-from lockstep.checkpoint.sharing import stored_bytes, view_key
+from lockstep.checkpoint import generators, safe_pickle
+from lockstep.checkpoint.shared_tensors import stored_bytes, view_key
 from lockstep.checkpoint.state import SCALER, Loaded, Objects, numbered_name
 from lockstep.errors import CheckpointError, LockstepError
 
@@ -121,7 +121,7 @@ def _state_of(thing: Any) -> Any:
     """A copy of an object's state; None where it has none to give yet, or one that is too large to be copied."""
     with suppress(Exception):  # what it is made of is its own affair
         state = thing.state_dict()
-        if sum(stored_bytes(tensor) for tensor in safe.tensors(state)) <= _CHEAP:
+        if sum(stored_bytes(tensor) for tensor in safe_pickle.tensors(state)) <= _CHEAP:
             return copy.deepcopy(state)
     return None
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lockstep import __version__
-from lockstep.checkpoint import commit, hashing, manifest, safe, weights
+from lockstep.checkpoint import commit, hashing, manifest, safe_pickle, weights
 from lockstep.checkpoint.disk import Disk
 from lockstep.checkpoint.exchange import Exchange
 from lockstep.checkpoint.hashing import HashedFile
@@ -29,7 +29,7 @@ from lockstep.checkpoint.state import STATE, Content, numbered_name
 from lockstep.comm import replicas
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.rundir.ranks import name_ranks
+from lockstep.rundir.format_ranks import name_ranks
 from lockstep.topology.topology import Topology
 
 _ONE_FILE = 1 << 60
@@ -269,7 +269,7 @@ def _write_models(site: Site, content: Content, sink: HashingSink) -> None:
 def _write_files(site: Site, content: Content, sink: HashingSink) -> None:
     for name, value in content.files.items():
         with sink.open(site.folder / name) as file:
-            safe.write(value, file)
+            safe_pickle.write(value, file)
     if content.counters:
         with sink.open(site.folder / STATE) as file:
             file.write(json.dumps(content.counters, indent=1).encode())

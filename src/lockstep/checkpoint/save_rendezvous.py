@@ -23,10 +23,10 @@ from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.config.signed_store import from_text
 from lockstep.errors import CheckpointError
-from lockstep.guard import side
+from lockstep.guard import stack_note
 from lockstep.guard.diagnose import elsewhere
+from lockstep.guard.rank_location import span
 from lockstep.guard.watcher import read_stall
-from lockstep.guard.whereabouts import span
 from lockstep.logging import get_notices
 from lockstep.topology.group import Group
 from lockstep.topology.watch import REMOTE
@@ -202,7 +202,7 @@ class _Rendezvous:
         boxes = read_all(folder)
         mine = next((box for box in boxes if box.rank == self._group.rank and box.pid == os.getpid()), None)
         here = [box for box in boxes if mine is not None and box.attempt == mine.attempt]
-        return {box.rank: side.merged(box, side.place(folder, box.rank)) for box in here}
+        return {box.rank: stack_note.merged(box, stack_note.place(folder, box.rank)) for box in here}
 
     def _report(self, absent: set[int], waited: float) -> None:
         self._report_after = 2 * waited

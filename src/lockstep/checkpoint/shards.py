@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.opening import Opener, open_regular, read_small
-from lockstep.checkpoint.sharing import id_tensor_storage, stored_bytes
+from lockstep.checkpoint.open_files import Opener, open_regular, read_small
+from lockstep.checkpoint.shared_tensors import id_tensor_storage, stored_bytes
 from lockstep.errors import CheckpointError
 
 _LONGEST_INDEX = 1 << 26

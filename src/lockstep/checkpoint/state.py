@@ -24,13 +24,13 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import generators, manifest, safe
-from lockstep.checkpoint.assigning import Assignment
-from lockstep.checkpoint.opening import read_small
-from lockstep.checkpoint.safe import Fill
-from lockstep.checkpoint.sharing import stored_bytes
+from lockstep.checkpoint import generators, manifest, safe_pickle
+from lockstep.checkpoint.open_files import read_small
+from lockstep.checkpoint.safe_pickle import Fill
+from lockstep.checkpoint.shared_tensors import stored_bytes
 from lockstep.checkpoint.state_files import StateFiles
-from lockstep.checkpoint.stored import as_entries
+from lockstep.checkpoint.state_loader import Assignment
+from lockstep.checkpoint.tensor_entry import as_entries
 from lockstep.checkpoint.weights import refuse_meta
 from lockstep.errors import CheckpointError
 
@@ -105,12 +105,12 @@ class Content:
         """A copy in host memory that training does not change."""
         for tensors in self.weights:
             refuse_meta(tensors)
-        weights, files = safe.copy_to_host((self.weights, self.files))
+        weights, files = safe_pickle.copy_to_host((self.weights, self.files))
         return Content(weights=weights, files=files, counters=self.counters)
 
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(stored_bytes(tensor) for tensor in safe.tensors((self.weights, self.files)))
+        return sum(stored_bytes(tensor) for tensor in safe_pickle.tensors((self.weights, self.files)))
 
 
 # ---------------------------------------------------------------- saving
@@ -139,20 +139,20 @@ def common_files(objects: Objects) -> dict[str, Any]:
     """What all ranks have alike, or what one of them says for all."""
     files: dict[str, Any] = {}
     for number, optimizer in enumerate(objects.optimizers):
-        files[numbered_name("optimizer", number, ".bin")] = safe.pack(
+        files[numbered_name("optimizer", number, ".bin")] = safe_pickle.pack(
             optimizer.state_dict(), f"optimizer {number} ({_kind(optimizer, 'optimizer')})"
         )
     for number, scheduler in enumerate(objects.schedulers):
-        files[numbered_name("scheduler", number, ".bin")] = safe.pack(
+        files[numbered_name("scheduler", number, ".bin")] = safe_pickle.pack(
             scheduler.state_dict(), f"scheduler {number} ({_kind(scheduler, 'scheduler')})"
         )
     for number, loader in enumerate(objects.loaders):
         files[numbered_name("dl_state_dict", number, ".bin")] = _loader_state(loader, number)
     if objects.scaler is not None:
-        files[SCALER] = safe.pack(objects.scaler.state_dict(), "the loss scaler")
+        files[SCALER] = safe_pickle.pack(objects.scaler.state_dict(), "the loss scaler")
     for number, thing in enumerate(objects.custom):
         what = f"{type(thing).__name__} (number {number} of register_for_checkpointing)"
-        files[f"custom_checkpoint_{number}.pkl"] = safe.pack(thing.state_dict(), what)
+        files[f"custom_checkpoint_{number}.pkl"] = safe_pickle.pack(thing.state_dict(), what)
     return files
 
 
@@ -174,7 +174,7 @@ def counters(objects: Objects, updates: int, record: dict[str, Any] | None) -> d
 
 
 def _loader_state(loader: Stateful, number: int) -> Any:
-    return safe.pack(loader.state_dict(), f"loader {number}")
+    return safe_pickle.pack(loader.state_dict(), f"loader {number}")
 
 
 def _kind(prepared: Any, inner: str) -> str:
@@ -266,8 +266,8 @@ class Reader:
         path = self.folder / name
         if not self._files.has(name):
             raise CheckpointError(f"{path} is missing.")
-        found = safe.read(path, trusted=self._trusted, fill=fill, opener=self._files.open)
-        return safe.unpack(found, path)
+        found = safe_pickle.read(path, trusted=self._trusted, fill=fill, opener=self._files.open)
+        return safe_pickle.unpack(found, path)
 
     def table(self, name: str) -> dict[str, Any]:
         """The same where it has to be a table."""

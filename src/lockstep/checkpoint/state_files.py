@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.opening import open_inside, open_regular
+from lockstep.checkpoint.open_files import open_inside, open_regular
 from lockstep.errors import CheckpointError
 
 _KEPT = 256

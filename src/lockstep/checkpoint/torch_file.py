@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import opcodes
-from lockstep.checkpoint.fetched import Outline, UnfitError
-from lockstep.checkpoint.opening import Opener, open_regular
-from lockstep.checkpoint.sharing import id_tensor_storage, view_key
-from lockstep.checkpoint.sink import PLAIN, Opened, Sink
-from lockstep.checkpoint.stored import InFile
+from lockstep.checkpoint import pickle_opcodes
+from lockstep.checkpoint.open_files import Opener, open_regular
+from lockstep.checkpoint.parallel_read import Outline, UnfitError
+from lockstep.checkpoint.shared_tensors import id_tensor_storage, view_key
+from lockstep.checkpoint.tensor_entry import InFile
+from lockstep.checkpoint.writer import PLAIN, Opened, Sink
 from lockstep.errors import CheckpointError
 
 
@@ -80,7 +80,7 @@ class TorchFile:
         self._file = open(opener(path), "rb")  # noqa: SIM115  # closed by close()
         self._state: Mapping[str, Any] | None = None
         try:
-            self._archive = opcodes.check_file(self._file, path)
+            self._archive = pickle_opcodes.check_file(self._file, path)
             if self._archive is not None and not hashed:
                 self._archive.check_sums()
             self.entries: dict[str, Any] = {

@@ -11,16 +11,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lockstep.checkpoint import commit, safe_file, shards, torch_file
-from lockstep.checkpoint.assigning import Assignment, Loaded, load_into
+from lockstep.checkpoint import commit, safetensors_file, shards, torch_file
 from lockstep.checkpoint.layout import Layout, layout_of, layouts_of
-from lockstep.checkpoint.opening import Opener, open_regular
-from lockstep.checkpoint.safe_file import SafeFile
-from lockstep.checkpoint.sharing import tied_names
-from lockstep.checkpoint.sink import PLAIN, Sink
+from lockstep.checkpoint.open_files import Opener, open_regular
+from lockstep.checkpoint.safetensors_file import SafeFile
+from lockstep.checkpoint.shared_tensors import tied_names
 from lockstep.checkpoint.sizes import shard_size
-from lockstep.checkpoint.stored import read_all, some
+from lockstep.checkpoint.state_loader import Assignment, Loaded, load_into
+from lockstep.checkpoint.tensor_entry import read_all, some
 from lockstep.checkpoint.torch_file import TorchFile
+from lockstep.checkpoint.writer import PLAIN, Sink
 from lockstep.errors import CheckpointError
 from lockstep.logging import get_logger
 
@@ -50,7 +50,7 @@ def write_weights(
         surplus = {name for names in tied_names(state_dict) for name in names[1:]}
         state_dict = {name: value for name, value in state_dict.items() if name not in surplus}
     plan = shards.plan(state_dict, largest, layout.stem, layout.suffix, together=not safe)
-    write = safe_file.write if safe else torch_file.write
+    write = safetensors_file.write if safe else torch_file.write
     for file, names in plan.files.items():
         write({name: state_dict[name] for name in names}, folder / file, sink)
     if not plan.sharded:

@@ -15,8 +15,8 @@ from lockstep import __version__
 from lockstep.config import env as variables
 from lockstep.doctor import bundle
 from lockstep.errors import ConfigError
-from lockstep.rundir import names, place
-from lockstep.rundir.place import RunDirectory
+from lockstep.rundir import constants, layout
+from lockstep.rundir.layout import RunDirectory
 from lockstep.rundir.printable import printable
 
 _MOST_LEFT_OUT = 20
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Say what goes in, and write it."""
     environ = variables.snapshot()
-    directory, note = _directory(arguments.run, environ.get(names.VARIABLE))
+    directory, note = _directory(arguments.run, environ.get(constants.VARIABLE))
     redactor = bundle.redactor_for(directory, environ, sys.argv)
     parts = bundle.parts(directory, redactor, env=_env, findings=_findings)
     gone = bundle.left_out(directory) if directory is not None else []
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _directory(text: str | None, asked: str | None) -> tuple[RunDirectory | None, str]:
     """The run, and what is to be said about it; a run that was named and is not there is an error."""
     try:
-        return place.find(text, asked=asked), ""
+        return layout.find(text, asked=asked), ""
     except ConfigError as error:
         if text or asked:
             raise
@@ -121,8 +121,8 @@ def _env() -> tuple[str, Any]:
 
 def _findings() -> tuple[str, Any]:
     from lockstep.doctor import table
+    from lockstep.doctor.context import Situation
     from lockstep.doctor.run import run_checks
-    from lockstep.doctor.situation import Situation
 
     found = run_checks(Situation(environ=variables.snapshot()))
     text = "\n".join([*table.lines(found, 120), table.summary(found)])

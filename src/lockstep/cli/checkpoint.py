@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import commit, find
+from lockstep.checkpoint import commit, discovery
 from lockstep.checkpoint.disk import Disk
 from lockstep.cli import list_names
 from lockstep.errors import ConfigError
@@ -78,14 +78,14 @@ def _checkpoints(place: Path) -> tuple[list[Path], Path]:
     for folder in (place, place / "checkpoints"):
         if commit.numbered(folder):
             return [path for _, path in commit.numbered(folder)], folder
-    if find.look(place).manifest is not None or any(place.iterdir()):
+    if discovery.look(place).manifest is not None or any(place.iterdir()):
         return [place], place
     raise ConfigError(f"{place} is empty: there is no checkpoint in it.")
 
 
 def _row(path: Path, *, read: bool) -> Row:
-    seen = find.look(path)
-    problems = find.verify(path) if read else [seen.problem] if seen.problem is not None else []
+    seen = discovery.look(path)
+    problems = discovery.verify(path) if read else [seen.problem] if seen.problem is not None else []
     about = {} if seen.manifest is None else seen.manifest.about
     good = "verified" if read else "complete"
     return Row(
@@ -96,7 +96,7 @@ def _row(path: Path, *, read: bool) -> Row:
         bytes=None if seen.manifest is None else seen.manifest.size,
         time=about["time"] if isinstance(about.get("time"), str) else None,
         problems=problems,
-        additional=find.additional(path) if read and seen.manifest is not None else [],
+        additional=discovery.additional(path) if read and seen.manifest is not None else [],
     )
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import env
 from lockstep.doctor import table
 from lockstep.doctor.checks import CHECKS
+from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding, exit_code, told
 from lockstep.doctor.run import run_checks
-from lockstep.doctor.situation import Situation
 from lockstep.rundir.printable import printable
 from lockstep.topology import environments
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lockstep.config import env
 from lockstep.doctor import table
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.rundir import names
+from lockstep.rundir import constants
 from lockstep.rundir.printable import printable
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     environ = env.snapshot()
     place = environments.find(environ)
     if arguments.png is not None and place.rank == 0:
-        from lockstep.doctor.net import picture
+        from lockstep.doctor.net import png
 
-        picture.require()
+        png.require()
     if place.launcher == "none":
         if "LOCKSTEP_LAUNCH" in environ:
             raise ConfigError(
@@ -113,19 +113,19 @@ def _start(arguments: argparse.Namespace) -> int:
     """Start ranks on this machine; the exit code is what they found."""
     import tempfile
 
-    from lockstep.doctor import started
+    from lockstep.doctor import subprocess_launch
 
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder:
         verdict = Path(folder) / "verdict"
         # Its own job leaves nothing behind in the folder where it was called.
-        environ = {names.VARIABLE: str(Path(folder) / "run"), **env.snapshot()}
-        code = started.launch([*job_words(arguments), "--verdict", str(verdict)], environ)
+        environ = {constants.VARIABLE: str(Path(folder) / "run"), **env.snapshot()}
+        code = subprocess_launch.launch([*job_words(arguments), "--verdict", str(verdict)], environ)
         return int(verdict.read_text()) if code == 0 and verdict.exists() else code or 1
 
 
 def job_words(arguments: argparse.Namespace) -> list[str]:
     """What `lockstep launch` is told, to start ranks on this machine each of which runs this again."""
-    from lockstep.launch.machine import accelerators
+    from lockstep.launch.host import accelerators
 
     count, cpu = arguments.num_processes, arguments.cpu
     if count is not None and count < 2:
@@ -193,22 +193,22 @@ def _native_output_on_stderr() -> Iterator[None]:
 
 def _publish(report: Report, *, as_json: bool, page: Path | None, picture: Path | None, rates: bool) -> int:
     from lockstep.doctor.finding import exit_code
-    from lockstep.doctor.net import program, show
+    from lockstep.doctor.net import program, text
 
     findings = program.judged(report)
     if page is not None:
-        from lockstep.doctor.net.page import render
+        from lockstep.doctor.net.html import render
 
         _write(page, lambda path: path.write_text(render(report, findings), encoding="utf-8"))
     if picture is not None:
-        from lockstep.doctor.net.picture import draw
+        from lockstep.doctor.net.png import draw
 
         _write(picture, lambda path: draw(report, findings, path))
     if as_json:
-        print(json.dumps(show.plain(report, findings), indent=2))
+        print(json.dumps(text.plain(report, findings), indent=2))
         return exit_code(findings)
     shown = program.judged(report, brief=True)
-    lines = show.lines(report, shown) if rates else table.lines(shown)
+    lines = text.lines(report, shown) if rates else table.lines(shown)
     print(printable("\n".join([*lines, table.summary(findings)])))
     return exit_code(findings)
 

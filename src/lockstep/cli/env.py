@@ -228,7 +228,7 @@ def _engines() -> Iterator[tuple[str, Fact]]:
 def _machine() -> Iterator[tuple[str, Fact]]:
     import psutil
 
-    from lockstep.config import limits
+    from lockstep.config import cgroups
 
     yield "kernel", Fact(value=f"{platform.system()} {platform.release()}")
     warning = _attempt(_kernel_warning)
@@ -238,7 +238,7 @@ def _machine() -> Iterator[tuple[str, Fact]]:
     memory = psutil.virtual_memory()
     yield "memory", _size(memory.total)
     yield "memory available", _size(memory.available)
-    limit = limits.memory()
+    limit = cgroups.memory()
     capped = limit is not None and limit < memory.total
     yield "memory limit", _size(limit, "control group") if capped else Fact(reason="no control group sets one")
     yield "shared memory", _attempt(_shared_memory)
@@ -251,11 +251,11 @@ def _kernel_warning() -> str | None:
 
 
 def _cores() -> Fact:
-    from lockstep.config import limits
+    from lockstep.config import cgroups
 
     present = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else present
-    share = limits.cores()
+    share = cgroups.cores()
     usable = allowed if share is None else min(allowed, max(1, int(share)))
     reasons = [f"{present} present"]
     if allowed < present:

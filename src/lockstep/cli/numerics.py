@@ -20,8 +20,8 @@ from lockstep.numerics.frames import Frame, Stat
 from lockstep.numerics.read_trace import Run, Trace
 from lockstep.numerics.tolerance import ABSOLUTE
 from lockstep.numerics.trace import number
+from lockstep.rundir.format_ranks import name_ranks, number_ranks
 from lockstep.rundir.printable import printable
-from lockstep.rundir.ranks import name_ranks, number_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -24,9 +24,9 @@ from lockstep.cli import watch
 from lockstep.config import env
 from lockstep.errors import ConfigError
 from lockstep.guard.crash import Frame, format_stack, main_stack
-from lockstep.guard.whereabouts import span
-from lockstep.rundir import names, place
-from lockstep.rundir.place import RunDirectory
+from lockstep.guard.rank_location import span
+from lockstep.rundir import constants
+from lockstep.rundir.layout import RunDirectory, find
 from lockstep.rundir.printable import printable
 from lockstep.rundir.regular_file import open_regular
 
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.run and _is_pid(arguments.run):
         directory, boxes = _of_process(int(arguments.run))
     else:
-        directory = place.find(arguments.run, asked=env.snapshot().get(names.VARIABLE))
+        directory = find(arguments.run, asked=env.snapshot().get(constants.VARIABLE))
         boxes = watch.require(directory)
     told = ask(directory, boxes)
     if arguments.json:
@@ -106,7 +106,7 @@ def _of_process(pid: int) -> tuple[RunDirectory, list[Snapshot]]:
         directory = RunDirectory(path=Path(named))
         boxes = [box for box in watch.look(directory) if box.pid == pid]
         # Before its Accelerator is made a rank has no box, but it listens already.
-        rank = names.rank_in(environ)
+        rank = constants.rank_in(environ)
         return directory, boxes or [Snapshot(rank=rank, world_size=1, host=os.uname().nodename, pid=pid)]
     for folder in sorted(Path(os.path.abspath(".lockstep/runs")).glob("*"), reverse=True):
         if not folder.is_symlink():
@@ -123,7 +123,7 @@ def _of_process(pid: int) -> tuple[RunDirectory, list[Snapshot]]:
 
 def _run_of(pid: int, environ: Mapping[str, str]) -> str | None:
     """The run directory in a process's environment."""
-    named = environ.get(names.VARIABLE)
+    named = environ.get(constants.VARIABLE)
     if not named:
         return None
     try:

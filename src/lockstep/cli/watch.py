@@ -17,13 +17,13 @@ from lockstep.blackbox import read
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.errors import ConfigError
-from lockstep.guard import side
+from lockstep.guard import stack_note
+from lockstep.guard.rank_location import ending, label, raw_name, span, whereabouts
 from lockstep.guard.watcher import together
-from lockstep.guard.whereabouts import ending, label, raw_name, span, whereabouts
-from lockstep.rundir import names, place
-from lockstep.rundir.place import RunDirectory
+from lockstep.rundir import constants, layout
+from lockstep.rundir.format_ranks import name_ranks
+from lockstep.rundir.layout import RunDirectory
 from lockstep.rundir.printable import printable
-from lockstep.rundir.ranks import name_ranks
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the ranks until they have gone, or once."""
-    directory = place.find(arguments.run, asked=env.snapshot().get(names.VARIABLE))
+    directory = layout.find(arguments.run, asked=env.snapshot().get(constants.VARIABLE))
     try:
         if arguments.once or arguments.json or not sys.stdout.isatty():
             _show_once(directory, arguments.json)
@@ -95,7 +95,9 @@ def look(directory: RunDirectory) -> list[Snapshot]:
     here = os.uname().nodename
     return [
         # Clocks of two machines have nothing in common: there, "now" is when its own reporter last looked up.
-        side.merged(box if box.host == here else replace(box, now=box.beat), side.place(directory.boxes, box.rank))
+        stack_note.merged(
+            box if box.host == here else replace(box, now=box.beat), stack_note.place(directory.boxes, box.rank)
+        )
         for box in boxes
     ]
 
@@ -280,7 +282,7 @@ def _follow(directory: RunDirectory) -> None:
 
     looks: deque[list[Snapshot]] = deque(maxlen=_WINDOW)
     ended: float | None = None
-    if not place.is_running(directory.path):
+    if not layout.is_running(directory.path):
         require(directory)
     with Live(auto_refresh=False) as live:
         while True:
@@ -291,7 +293,7 @@ def _follow(directory: RunDirectory) -> None:
             if not any(_is_there(box) for box in boxes):
                 # A launcher that lives may start them again.
                 ended = ended or time.monotonic()
-                if not place.is_running(directory.path) or (boxes and time.monotonic() - ended > _AFTERWARDS):
+                if not layout.is_running(directory.path) or (boxes and time.monotonic() - ended > _AFTERWARDS):
                     return
             else:
                 ended = None

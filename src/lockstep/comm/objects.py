@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import verify
-from lockstep.comm.wire import gather_host
+from lockstep.comm.all_gather import gather_host
 from lockstep.errors import ConfigError
 from lockstep.topology.group import Group
 

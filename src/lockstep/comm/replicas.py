@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.raw_bytes import as_bytes
-from lockstep.rundir.ranks import name_ranks
+from lockstep.rundir.format_ranks import name_ranks
 
 _HEADER = struct.Struct("<QI")
 _SHOWN = 3

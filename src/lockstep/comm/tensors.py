@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.blackbox import layout
-from lockstep.comm import nested, trees, verify
-from lockstep.comm.wire import CARRIED, OPTIONS, all_gather, gather_host
+from lockstep.comm import nested_tensors, trees, verify
+from lockstep.comm.all_gather import CARRIED, OPTIONS, all_gather, gather_host
 from lockstep.errors import ConfigError, DistributedOperationException
 from lockstep.topology.group import Group
 
@@ -455,8 +455,8 @@ def pad_across_processes(
     The sizes of the whole structure travel in one collective. Tensors without that dimension stay as they are, and so
     do nested tensors, with a warning.
     """
-    if nested.is_in(tree):
-        return nested.keep(tree, lambda flat: pad_across_processes(group, flat, dim, pad_index, pad_first))
+    if nested_tensors.is_in(tree):
+        return nested_tensors.keep(tree, lambda flat: pad_across_processes(group, flat, dim, pad_index, pad_first))
     leaves, _ = trees.flatten(tree)
     trees.require_tensors(leaves, tree, "pad_across_processes")
     if group.world_size == 1:

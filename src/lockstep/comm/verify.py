@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lockstep.blackbox import sites
 from lockstep.comm import trees
-from lockstep.comm.wire import all_gather, gather_host
-from lockstep.guard.causes import Why, different_arguments
+from lockstep.comm.all_gather import all_gather, gather_host
 from lockstep.guard.mismatch import refusal, understand_boxes
+from lockstep.guard.remedies import Why, different_arguments
 from lockstep.topology.group import Group
 
 _FRAME = 8192

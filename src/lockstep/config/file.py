@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.config import file_keys, yaml_limits
 from lockstep.config.choices import DebugTool, DistributedType, PrecisionType
-from lockstep.config.limited import read_limited
+from lockstep.config.limited_file import read_limited
 from lockstep.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, Subset
 
 from lockstep.config.signed_store import from_fields
-from lockstep.data.round import Round
+from lockstep.data.global_batch import Round
 from lockstep.data.sampler import SeedableRandomSampler
 from lockstep.topology.group import Group
 

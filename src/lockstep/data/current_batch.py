@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
+    from lockstep.data.global_batch import Round
     from lockstep.data.iteration import Iteration
-    from lockstep.data.round import Round
 
 _numbers = itertools.count()
 _known: WeakValueDictionary[tuple[int, int], CurrentBatch] = WeakValueDictionary()

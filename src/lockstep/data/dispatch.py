@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import trees, verify
-from lockstep.data.round import Round
+from lockstep.data.global_batch import Round
 from lockstep.errors import DataError, UsageError
 from lockstep.topology.group import Group
 

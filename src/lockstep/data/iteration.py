@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lockstep.comm.profiled import being_profiled
-from lockstep.data import cursor
-from lockstep.data.round import ItemCounts, Round, name_samples
+from lockstep.data import loader_state
+from lockstep.data.global_batch import ItemCounts, Round, name_samples
 from lockstep.data.shards import UNKNOWN, Shard, ShardedIterable
-from lockstep.data.taking import short_form, workers_of
 from lockstep.data.worker_tails import WorkerTail, deal_out, whole_rounds
+from lockstep.data.worker_time import short_form, workers_of
 from lockstep.errors import DataError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Iteration:
         """The batches, on their device. Nothing is done before the first of them is drawn."""
         loader, epoch, group = self.loader, self.epoch, self.loader._group
         if loader._synchronize is not None:
-            loader._synchronize(cursor.shared_generator(loader.inner))
+            loader._synchronize(loader_state.shared_generator(loader.inner))
         inner, shard = loader.borrow()
         self._begin(inner, shard)
         audit = self._audit(inner, shard)
@@ -139,7 +139,7 @@ class Iteration:
     def _begin(self, inner: DataLoader[Any], shard: Shard) -> None:
         loader = self.loader
         self.epoch.begins(self)
-        cursor.tell_epoch(inner, self.number)
+        loader_state.tell_epoch(inner, self.number)
         self.remaining, self.remainder = shard.left(), shard.expected_remainder()
         self.passed = int(shard.restored or 0) if shard.resumes else shard.skip
         self.start = shard.places(max(1, inner.num_workers))
@@ -277,9 +277,9 @@ class Iteration:
             raise raised from error
 
     def _named(self, error: Exception, batches: Any) -> Exception:
-        from lockstep.data import failure  # loaded when something has failed
+        from lockstep.data import read_errors  # loaded when something has failed
 
-        return failure.of_lost_worker(error, batches)
+        return read_errors.of_lost_worker(error, batches)
 
     def _tail(
         self, inner: DataLoader[Any], shard: ShardedIterable, tails: list[WorkerTail], drops: int
@@ -301,9 +301,9 @@ class Iteration:
         round_.pass_on(self.places)
 
     def _tell(self, error: Exception, round_: Round | None) -> None:
-        from lockstep.data import failure  # loaded when something has failed
+        from lockstep.data import read_errors  # loaded when something has failed
 
-        failure.tell(error, self.loader._group, round_)
+        read_errors.tell(error, self.loader._group, round_)
 
     def _audit(self, inner: DataLoader[Any], shard: Shard) -> Audit | None:
         fresh = not (self.epoch.audited or shard.skip or any(self.start))
@@ -321,7 +321,7 @@ class Iteration:
         from lockstep.data.audit import log_stream  # loaded where it is used, as not every script has a stream
 
         self.epoch.audited = True
-        log_stream(repeated, sum(self.places), cursor.length_of(self.loader.dataset), inner.num_workers)
+        log_stream(repeated, sum(self.places), loader_state.length_of(self.loader.dataset), inner.num_workers)
 
 
 def _no_batch(round_: Round) -> DataError:

@@ -10,18 +10,18 @@ import torch
 from torch.utils.data import DataLoader
 
 from lockstep.blackbox.box import NoBox
-from lockstep.data import cursor
+from lockstep.data import loader_state
 from lockstep.data.current_batch import CurrentBatch
 from lockstep.data.epoch import Epoch
+from lockstep.data.global_batch import Round
 from lockstep.data.iteration import Iteration
-from lockstep.data.round import Round
 from lockstep.data.shards import UNKNOWN, Shard
 from lockstep.errors import UsageError
 from lockstep.topology import current
 from lockstep.topology.group import Group
 
 if TYPE_CHECKING:
-    from lockstep.data.mover import Mover
+    from lockstep.data.prefetcher import Mover
 
 
 class Elsewhere:
@@ -75,7 +75,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self._mover: Mover | None = None
         """What brings batches to the device; None where there is nowhere to move to."""
         if device is not None and device.type != "cpu":
-            from lockstep.data.mover import Mover  # loaded where there is somewhere to move to
+            from lockstep.data.prefetcher import Mover  # loaded where there is somewhere to move to
 
             self._mover = Mover(device, non_blocking)
         self.dispatched = dispatched
@@ -182,21 +182,21 @@ class PreparedDataLoader(DataLoader[Any]):
     def begin_epoch(self, epoch: int) -> None:
         """Count epochs from here, and tell everything that wants to know."""
         self._epoch.number = epoch
-        cursor.tell_epoch(self.inner, epoch)
+        loader_state.tell_epoch(self.inner, epoch)
 
     # --- where it is -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, for any number of processes to go on from."""
-        return cursor.save(self)
+        return loader_state.save(self)
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise where ``load_state_dict`` would, and change nothing."""
-        cursor.check(self, state)
+        loader_state.check(self, state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next iteration go on where the state was taken: each sample that was left comes once."""
-        cursor.load(self, state)
+        loader_state.load(self, state)
 
     def skipping(self, batches: int) -> PreparedDataLoader:
         """The same loader without its first batches on every rank, which are not read.
@@ -205,10 +205,10 @@ class PreparedDataLoader(DataLoader[Any]):
         follows the loader that is given back is the next epoch.
         """
         twin = copy.copy(self)
-        twin.inner, twin.shard = cursor.copy_loader(self.inner, self.shard)
+        twin.inner, twin.shard = loader_state.copy_loader(self.inner, self.shard)
         twin._spare = [(twin.inner, twin.shard)]
         twin.shard.skip += batches
-        cursor.rewind(twin.inner, twin.shard)
+        loader_state.rewind(twin.inner, twin.shard)
         return twin
 
     # --- copies ------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class PreparedDataLoader(DataLoader[Any]):
             self._group = cast(Group, Elsewhere(rank, world_size))
             self._synchronize = None
         if state["_mover"] is not None:
-            from lockstep.data.mover import Mover  # loaded where there is somewhere to move to
+            from lockstep.data.prefetcher import Mover  # loaded where there is somewhere to move to
 
             self._mover = Mover(*state["_mover"])
 
@@ -269,7 +269,7 @@ class PreparedDataLoader(DataLoader[Any]):
         try:
             return self._spare.pop()
         except IndexError:
-            return cursor.copy_loader(self.inner, self.shard)
+            return loader_state.copy_loader(self.inner, self.shard)
 
     def give_back(self, inner: DataLoader[Any], shard: Shard) -> None:
         """An iteration has ended; a copy that was made for it is not needed any more."""

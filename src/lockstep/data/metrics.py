@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.comm import objects, tensors, trees, verify
 from lockstep.comm.raw_bytes import as_bytes
-from lockstep.data.round import ItemCounts, Round
+from lockstep.data.global_batch import ItemCounts, Round
 from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.topology.group import Group
 

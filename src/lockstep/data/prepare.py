@@ -10,13 +10,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from lockstep.config.handlers import DataLoaderConfiguration
-from lockstep.data import cursor
+from lockstep.data import loader_state
 from lockstep.data.current_batch import CurrentBatch
 from lockstep.data.loader import PreparedDataLoader
 from lockstep.data.sampler import SeedableRandomSampler
 from lockstep.data.shards import Deal, DealtBatchSampler, Shard, ShardedBatchSampler, ShardedIterable
 from lockstep.data.skip import SkippedSampler, skip_unprepared
-from lockstep.data.tagged import Tagging
+from lockstep.data.tagged_batch import Tagging
 from lockstep.errors import ConfigError, UsageError
 from lockstep.topology.group import Group
 
@@ -65,7 +65,7 @@ def prepare_loader(
     if options.use_stateful_dataloader:
         inner = _stateful(inner)
     if own_generator and group.world_size > 1:
-        cursor.own_generator(inner)
+        loader_state.own_generator(inner)
     batch_size = _batch_size(loader)
     total = batch_size if batch_size is None or options.split_batches else batch_size * group.world_size
     return PreparedDataLoader(

@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_info
 
-from lockstep.data.order import Walked, draw_globally, open_order
-from lockstep.data.round import Round, name_samples
+from lockstep.data.global_batch import Round, name_samples
+from lockstep.data.sampler_order import Walked, draw_globally, open_order
 from lockstep.data.worker_tails import pack
 from lockstep.errors import ConfigError, DataError
 

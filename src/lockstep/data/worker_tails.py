@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.comm import trees
-from lockstep.data.round import Round
+from lockstep.data.global_batch import Round
 
 if TYPE_CHECKING:
     from lockstep.data.shards import ShardedIterable

@@ -21,11 +21,11 @@ from lockstep.blackbox.snapshot import Snapshot
 from lockstep.doctor.redact import Redactor
 from lockstep.errors import ConfigError
 from lockstep.guard.diagnose import diagnose
-from lockstep.guard.explain import explain
+from lockstep.guard.render import explain
 from lockstep.guard.source import read_lines
 from lockstep.guard.watcher import together
-from lockstep.rundir import place, words
-from lockstep.rundir.place import RunDirectory
+from lockstep.rundir import crash_report, layout
+from lockstep.rundir.layout import RunDirectory
 from lockstep.rundir.printable import printable, uncoloured
 from lockstep.rundir.regular_file import Listed, list_regular, open_regular, read_json, read_regular
 
@@ -246,7 +246,7 @@ def _listed(directory: RunDirectory, folder: Path) -> Iterator[Listed]:
 
 
 def _state(directory: RunDirectory) -> str:
-    running = place.is_running(directory.path)
+    running = layout.is_running(directory.path)
     missing = [
         path.name
         for path in (directory.config, directory.env, directory.logs, directory.boxes, directory.diagnosis)
@@ -301,7 +301,7 @@ def _box(box: Snapshot) -> dict[str, Any]:
 
 
 def _words(directory: RunDirectory, redactor: Redactor) -> str:
-    found = [] if directory.words(0).parent.is_symlink() else words.read_all(directory.path)
+    found = [] if directory.words(0).parent.is_symlink() else crash_report.read_all(directory.path)
     return _json([asdict(one) for one in found], redactor)
 
 

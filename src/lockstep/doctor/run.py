@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from lockstep.doctor.checks import CHECKS, Check
+from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.situation import Situation
 
 Told = Callable[[Check, list[Finding]], None]
 """Is called with each check as soon as it has an answer."""

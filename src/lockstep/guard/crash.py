@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.blackbox.snapshot import Snapshot
+from lockstep.guard.rank_location import RANGES, at, label, torch_call, user_frames
 from lockstep.guard.source import read_lines
-from lockstep.guard.whereabouts import RANGES, at, label, torch_call, user_frames
-from lockstep.rundir.names import stack_file
-from lockstep.rundir.ranks import name_ranks
+from lockstep.rundir.constants import stack_file
+from lockstep.rundir.format_ranks import name_ranks
 from lockstep.rundir.regular_file import open_regular
 
 ABORTED = "Aborted"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from lockstep.blackbox import read
 from lockstep.blackbox.snapshot import Snapshot
-from lockstep.guard import side
-from lockstep.guard.causes import KILLED, gone
+from lockstep.guard import stack_note
 from lockstep.guard.crash import different_calls
 from lockstep.guard.diagnosis import Place
-from lockstep.guard.whereabouts import at, last_steps, state
+from lockstep.guard.rank_location import at, last_steps, state
+from lockstep.guard.remedies import KILLED, gone
 
 _MOST = 4
 """Dead ranks that are described."""
@@ -25,7 +25,7 @@ def find_dead(boxes: Path | None, rank: int) -> list[Snapshot]:
     if boxes is None or mine is None:
         return []
     dead = [box for box in found if box.attempt == mine.attempt and not (box.alive or box.closed)]
-    return [side.merged(box, side.place(boxes, box.rank)) for box in dead]
+    return [stack_note.merged(box, stack_note.place(boxes, box.rank)) for box in dead]
 
 
 def find_left(boxes: Path | None, rank: int) -> list[Snapshot]:

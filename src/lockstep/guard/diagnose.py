@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lockstep.blackbox.snapshot import Op, Snapshot
-from lockstep.guard import causes, skips
+from lockstep.guard import remedies, skipped_backward
 from lockstep.guard.diagnosis import Diagnosis, Place
-from lockstep.guard.exchange import Node
 from lockstep.guard.job import Job, is_gone, raw_waited, waited
+from lockstep.guard.node_exchange import Node
+from lockstep.guard.rank_location import at, by_place, ending, label, last_seen, raw_name, span, state, whereabouts
 from lockstep.guard.torch_calls import explain, first_difference
-from lockstep.guard.whereabouts import at, by_place, ending, label, last_seen, raw_name, span, state, whereabouts
 
 # Nobody leaves these before everybody has come.
 _MEETING = ("all_reduce", "allreduce", "all_gather", "allgather", "all_to_all", "alltoall", "barrier", "reduce_scatter")
@@ -86,20 +86,20 @@ def _finding(
     missing: tuple[Place, ...] = (),
     together: str,
     seconds: float,
-    why: causes.Why,
+    why: remedies.Why,
 ) -> Diagnosis:
     if any(box.recovering for box in involved):
-        why = causes.recovering(why)
+        why = remedies.recovering(why)
         headline = f"{headline.rstrip('.')}, while recovering from a failure."
     elif job.reforming and not certain:
         headline = f"{headline.rstrip('.')}, while the process group is being formed again."
     # Where the calls themselves differ, the lines say nothing more.
     apart = job.apart if not kind.startswith("different") else ()
     skip = None
-    if any(place.doing.partition(" in ")[2].startswith(skips.REDUCTION) for place in waiting):
-        skip = skips.explain_skip(job.members, job.histories) if kind != "different arguments" else None
+    if any(place.doing.partition(" in ")[2].startswith(skipped_backward.REDUCTION) for place in waiting):
+        skip = skipped_backward.explain_skip(job.members, job.histories) if kind != "different arguments" else None
     if skip is not None:
-        why, apart = (causes.recovering(skip) if any(box.recovering for box in involved) else skip), ()
+        why, apart = (remedies.recovering(skip) if any(box.recovering for box in involved) else skip), ()
     return Diagnosis(
         kind=kind,
         certain=certain,
@@ -108,7 +108,7 @@ def _finding(
         missing=missing,
         apart=apart,
         together=together,
-        cause=f"{why.cause} {causes.apart(apart)}" if apart else why.cause,
+        cause=f"{why.cause} {remedies.apart(apart)}" if apart else why.cause,
         fix=why.fix,
         lead=why.lead,
         recorded=skip is not None,
@@ -133,16 +133,16 @@ def _different(job: Job) -> Diagnosis | None:
     )
     involved = [box for box, _ in calls]
     if kind == "different ops":
-        why = causes.different_ops(number, _by_call(calls), job.histories)
+        why = remedies.different_ops(number, _by_call(calls), job.histories)
         headline = _and([state(place) for place in waiting]) + "."
     else:
         op = calls[0][1]
-        what = causes.what_differs([op.signature for _, op in calls if op.signature])
+        what = remedies.what_differs([op.signature for _, op in calls if op.signature])
         if what == "steps":
-            why = causes.different_steps(calls)
+            why = remedies.different_steps(calls)
             headline = f"Gradients were reduced in {label(op)} after different numbers of optimizer steps."
         else:
-            why = causes.different_arguments(op.name, what)
+            why = remedies.different_arguments(op.name, what)
             headline = f"The ranks called {label(op)} with different {what}."
     return _finding(
         job,
@@ -201,11 +201,11 @@ def _for(box: Snapshot, op: Op) -> str:
     return f"for {span(box.now - op.since)}" if box.op is not None and box.op.seq == op.seq else ""
 
 
-def _by_call(calls: Iterable[tuple[Snapshot, Op]]) -> list[causes.Call]:
+def _by_call(calls: Iterable[tuple[Snapshot, Op]]) -> list[remedies.Call]:
     groups: dict[tuple[str, str], tuple[Op, list[int]]] = {}
     for box, op in calls:
         groups.setdefault((op.name, op.site), (op, []))[1].append(box.rank)
-    return [causes.Call(op=op, ranks=tuple(ranks)) for op, ranks in groups.values()]
+    return [remedies.Call(op=op, ranks=tuple(ranks)) for op, ranks in groups.values()]
 
 
 def _and(parts: Sequence[str], most: int = 3) -> str:
@@ -273,7 +273,7 @@ def _gone(job: Job) -> Diagnosis | None:
         missing=missing,
         together=job.together(),
         seconds=seconds,
-        why=causes.gone(missing[0], waiting),
+        why=remedies.gone(missing[0], waiting),
     )
 
 
@@ -294,7 +294,7 @@ def _ended(box: Snapshot) -> tuple[str, str, str]:
 
 def _first_to_blame(places: tuple[Place, ...]) -> tuple[Place, ...]:
     """Those that failed by themselves before those that only lost the others."""
-    return tuple(sorted(places, key=lambda place: (causes.is_follower(place), "finished" in place.doing)))
+    return tuple(sorted(places, key=lambda place: (remedies.is_follower(place), "finished" in place.doing)))
 
 
 def _is_meeting(name: str) -> bool:
@@ -326,7 +326,7 @@ def _raw(job: Job) -> Diagnosis | None:
         waiting=waiting,
         together=job.together(),
         seconds=max(max(raw_waited(box), waited(box)) for box in clash),
-        why=causes.raw(clash, shapes),
+        why=remedies.raw(clash, shapes),
     )
 
 
@@ -438,7 +438,7 @@ def _missing(job: Job) -> Diagnosis | None:
         missing=missing,
         together=job.together(),
         seconds=longest,
-        why=causes.missing(missing),
+        why=remedies.missing(missing),
     )
 
 
@@ -492,5 +492,5 @@ def _all_wait(job: Job, waiting: Sequence[Snapshot], longest: float) -> Diagnosi
         waiting=places,
         together=job.together(),
         seconds=longest,
-        why=causes.all_wait(),
+        why=remedies.all_wait(),
     )

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from lockstep.blackbox.snapshot import Op, Snapshot
 from lockstep.guard.diagnosis import Place
-from lockstep.guard.exchange import Node
-from lockstep.guard.whereabouts import at, by_place, label
+from lockstep.guard.node_exchange import Node
+from lockstep.guard.rank_location import at, by_place, label
 
 HISTORY = 128
 """Collectives of a rank that are compared, counted from its latest."""

@@ -15,10 +15,10 @@ from lockstep.blackbox.peers import box_path
 from lockstep.blackbox.read import read_all, read_box
 from lockstep.blackbox.snapshot import Op
 from lockstep.errors import DistributedOperationException
-from lockstep.guard.causes import Why, title_of, what_differs
 from lockstep.guard.diagnose import diagnose
 from lockstep.guard.diagnosis import Diagnosis
-from lockstep.guard.explain import understand
+from lockstep.guard.remedies import Why, title_of, what_differs
+from lockstep.guard.render import understand
 
 
 def mismatch(folder: Path, rank: int, number: int, other: int) -> DistributedOperationException:

@@ -22,7 +22,7 @@ from typing import Any
 
 from lockstep.blackbox import sites
 from lockstep.blackbox.snapshot import Raw, TorchCall
-from lockstep.guard import pace, side
+from lockstep.guard import stack_note, straggler
 from lockstep.guard.torch_calls import calls_of, can_list_stacks, is_default
 
 INTERVAL = 0.5
@@ -44,7 +44,7 @@ class Reporter:
         box: Any,
         note: Path,
         is_stopped: Callable[[], bool],
-        clock: pace.Clock | None = None,
+        clock: straggler.Clock | None = None,
         also: Callable[[], None] = lambda: None,
         still: Callable[[tuple[int, int, int]], None] = lambda _: None,
         before_stop: Callable[[], None] = lambda: None,
@@ -104,7 +104,7 @@ class Reporter:
             if self._calls is None:
                 dump = _flight_recorder(stacks=can_list_stacks())
                 self._calls = calls_of(dump.get("entries", ()) if dump else (), self._group_since)
-            side.write(self._note, mark, self._stack(), self._calls)
+            stack_note.write(self._note, mark, self._stack(), self._calls)
             self._still(mark)
 
     def _pace(self, now: float) -> None:
@@ -121,7 +121,7 @@ class Reporter:
             clock.on = True
             return
         fetches = tuple(clock.fetches)
-        if len(fetches) <= pace.STEPS:
+        if len(fetches) <= straggler.STEPS:
             return
         clock.on = False
         self._pace_due = now + _PACE_INTERVAL
@@ -129,7 +129,7 @@ class Reporter:
         ahead = time.time() - time.monotonic()
         entries = dump.get("entries", ()) if dump is not None else ()
         started = [entry.get("time_created_ns", 0) / 1e9 - ahead for entry in entries if not entry.get("is_p2p")]
-        for step in pace.own_times(fetches, tuple(clock.backwards), started, clock.busy_share()):
+        for step in straggler.own_times(fetches, tuple(clock.backwards), started, clock.busy_share()):
             self._box.pace(*step)
 
     def _stack(self) -> tuple[str, ...]:

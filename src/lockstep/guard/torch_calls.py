@@ -17,9 +17,9 @@ from typing import Any
 
 from lockstep.blackbox import sites
 from lockstep.blackbox.snapshot import Snapshot, TorchCall
-from lockstep.guard.causes import Why
-from lockstep.guard.whereabouts import RANGES, raw_name
-from lockstep.rundir.ranks import name_ranks
+from lockstep.guard.rank_location import RANGES, raw_name
+from lockstep.guard.remedies import Why
+from lockstep.rundir.format_ranks import name_ranks
 
 MOST = 256
 """Calls of a rank that are kept, counted from its latest."""

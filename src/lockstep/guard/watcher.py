@@ -19,17 +19,17 @@ from lockstep.blackbox import processes, read
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.config.resolve import resolve
-from lockstep.guard import side
+from lockstep.guard import stack_note
 from lockstep.guard.diagnose import diagnose
 from lockstep.guard.diagnosis import Diagnosis
-from lockstep.guard.exchange import Exchange, Node
-from lockstep.guard.explain import explain, understand
 from lockstep.guard.job import Job
-from lockstep.guard.pace import Questions, Slow, all_wait, find_slow
-from lockstep.guard.skips import warn_of_skip
+from lockstep.guard.node_exchange import Exchange, Node
+from lockstep.guard.render import explain, understand
+from lockstep.guard.skipped_backward import warn_of_skip
+from lockstep.guard.straggler import Questions, Slow, all_wait, find_slow
 from lockstep.rundir import files
-from lockstep.rundir.place import RunDirectory
-from lockstep.rundir.ranks import name_ranks
+from lockstep.rundir.format_ranks import name_ranks
+from lockstep.rundir.layout import RunDirectory
 from lockstep.rundir.regular_file import read_json
 
 WATCHED = "LOCKSTEP_WATCHED"
@@ -265,7 +265,7 @@ class Watcher:
 
     def _merged(self) -> list[Snapshot]:
         """The boxes of this machine's ranks, with what their reporters say."""
-        return [side.merged(box, side.place(self._directory.boxes, box.rank)) for box in self.boxes()]
+        return [stack_note.merged(box, stack_note.place(self._directory.boxes, box.rank)) for box in self.boxes()]
 
     def _answer(self, about: str) -> list[Snapshot]:
         """For another machine's watcher: one question about who is slow is enough for the job."""

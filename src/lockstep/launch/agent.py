@@ -31,14 +31,14 @@ from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.config.signed_store import SignedStore, read_secret
 from lockstep.errors import TopologyError
-from lockstep.guard.exchange import Node
+from lockstep.guard.node_exchange import Node
 from lockstep.guard.watcher import WATCHED, Found, Watcher, read_stall
-from lockstep.launch import leftovers, rendezvous, report
+from lockstep.launch import failure_report, leftovers, rendezvous
+from lockstep.launch.failure_report import Exit
 from lockstep.launch.output import Output
 from lockstep.launch.plan import Plan
-from lockstep.launch.report import Exit
-from lockstep.rundir import names
-from lockstep.rundir.place import RunDirectory
+from lockstep.rundir import constants
+from lockstep.rundir.layout import RunDirectory
 
 _OBEDIENCE = 2.0
 """Seconds in which ranks that the guard has stopped end by themselves, before they are killed."""
@@ -164,7 +164,7 @@ class Agent(LocalElasticAgent):
         """Whether all ranks of this machine have ended, none in another way than by saving first when told to go."""
         context: Any = self._pcontext
         codes = [handler.proc.poll() for handler in context.subprocess_handlers.values()] if context is not None else []
-        return names.SAVED in codes and set(codes) <= {names.SAVED, 0}
+        return constants.SAVED in codes and set(codes) <= {constants.SAVED, 0}
 
     def pass_on(self, number: int) -> None:
         """Send a signal to every rank of this machine."""
@@ -294,7 +294,7 @@ def _watcher(agent: Agent, tell: Callable[[str], None], plan: Plan, meeting: ren
         return box.pid in agent.pids()
 
     watcher = Watcher(
-        RunDirectory(path=Path(environ[names.VARIABLE])),
+        RunDirectory(path=Path(environ[constants.VARIABLE])),
         tell=lambda text: tell(f"the guard says:\n{text}"),
         stop=agent.judge,
         stall=read_stall(environ),
@@ -338,7 +338,7 @@ def _numa() -> Any:
 def _store_lost(plan: Plan, lost: Sequence[Node]) -> TopologyError:
     if lost:
         seen = f"its launcher does not answer at {plan.endpoint}, and the processes here were ended"
-        return TopologyError(report.lost_text(lost, seen))
+        return TopologyError(failure_report.lost_text(lost, seen))
     return TopologyError(
         f"The meeting point {plan.endpoint} has gone: the launcher on machine 0 has ended, and the processes here were "
         "ended too. Its last lines say why."

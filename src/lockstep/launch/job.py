@@ -19,17 +19,17 @@ from lockstep.blackbox import read
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env, signed_store
 from lockstep.errors import ConfigError
-from lockstep.guard import side
+from lockstep.guard import stack_note
 from lockstep.guard.crash import Crash, read_crash
-from lockstep.guard.exchange import Node
+from lockstep.guard.node_exchange import Node
 from lockstep.guard.reporter import STOPPED
-from lockstep.launch import leftovers, report
-from lockstep.launch.keeper import Keeper
+from lockstep.launch import failure_report, leftovers
+from lockstep.launch.failure_report import Exit
+from lockstep.launch.orphan_reaper import Keeper
 from lockstep.launch.output import Output
 from lockstep.launch.plan import Plan
-from lockstep.launch.report import Exit
-from lockstep.rundir import files, names, place, words
-from lockstep.rundir.place import RunDirectory
+from lockstep.rundir import constants, crash_report, files, layout
+from lockstep.rundir.layout import RunDirectory
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The signals that end a job."""
@@ -41,14 +41,14 @@ def run(plan: Plan, environ: Mapping[str, str]) -> int:
     keeping = Keeper()
     orderly = False
     try:
-        directory = place.make(environ.get(names.VARIABLE), plan.value("project_dir", None))
+        directory = layout.make(environ.get(constants.VARIABLE), plan.value("project_dir", None))
         try:
             job = _Job(plan, directory, logs or directory.logs, keeping)
             code = job.run()
             orderly = not job.interrupted
             return code
         finally:
-            place.sign_out(directory)
+            layout.sign_out(directory)
     finally:
         keeping.release(sweep=not orderly)
 
@@ -79,7 +79,7 @@ class _Job:
         self.logs = logs
         self.keeping = keeping
         self.quiet = bool(plan.value("quiet", False))
-        self.kills = report.out_of_memory_kills()
+        self.kills = failure_report.out_of_memory_kills()
         self.output: Output | None = None
         self.last_errors: Mapping[int, bytes | bytearray] = {}
         self.interrupted = False
@@ -89,7 +89,9 @@ class _Job:
         for note in (*self.plan.notes, *filter(None, [self.directory.note])):
             self.say(note)
         self._write_down()
-        env.publish({**self.plan.env, names.VARIABLE: str(self.directory.path), leftovers.VARIABLE: self.keeping.mark})
+        env.publish(
+            {**self.plan.env, constants.VARIABLE: str(self.directory.path), leftovers.VARIABLE: self.keeping.mark}
+        )
         if self.plan.kind in ("agent", "alone"):
             env.publish({leftovers.LAUNCHER: str(os.getpid())})
         self._make_secret()
@@ -164,7 +166,7 @@ class _Job:
         if ending.saved:
             self.interrupted = ending.signal is not None
             self.say("told to stop: the ranks have saved their state and ended. The same command goes on from there.")
-            return names.SAVED
+            return constants.SAVED
         if ending.signal is not None:
             self.interrupted = True
             self.say(f"ended by {signal.Signals(ending.signal).name}; all processes are gone.")
@@ -215,23 +217,23 @@ class _Job:
 
     # --- when it fails -----------------------------------------------------------------------------------------
 
-    def _words(self) -> list[words.LastWords]:
-        return words.read_all(self.directory.path, env.snapshot().get("LOCKSTEP_ATTEMPT"))
+    def _words(self) -> list[crash_report.LastWords]:
+        return crash_report.read_all(self.directory.path, env.snapshot().get("LOCKSTEP_ATTEMPT"))
 
     def _boxes(self) -> list[Snapshot]:
         boxes = self.directory.boxes
-        return [side.merged(box, side.place(boxes, box.rank)) for box in read.read_all(boxes)]
+        return [stack_note.merged(box, stack_note.place(boxes, box.rank)) for box in read.read_all(boxes)]
 
     def _crashes(self, exits: tuple[Exit, ...]) -> dict[int, Crash]:
         found = {ended.rank: read_crash(self.directory.stacks, ended.rank) for ended in exits if ended.code < 0}
         return {rank: crash for rank, crash in found.items() if crash is not None}
 
     def _out_of_memory(self) -> bool:
-        kills = report.out_of_memory_kills()
+        kills = failure_report.out_of_memory_kills()
         return kills is not None and self.kills is not None and kills > self.kills
 
     def _fail(self, exits: tuple[Exit, ...], lost: tuple[Node, ...] = ()) -> int:
-        text, code = report.tell(
+        text, code = failure_report.tell(
             exits,
             self._words(),
             logs=self.logs,
@@ -246,16 +248,16 @@ class _Job:
 
     def _fail_elsewhere(self, code: int) -> int:
         """mpirun or srun failed: they have said what they know; the ranks' own words say why."""
-        said = [word for word in words.read_all(self.directory.path) if self._is_new(word)]
+        said = [word for word in crash_report.read_all(self.directory.path) if self._is_new(word)]
         if not said:
             return 128 - code if code < 0 else code
         # srun gives the code of whichever node it ended last: the first failure's own is the one that says something.
         exits = tuple(Exit(rank=word.rank, code=_code_of(word), pid=word.pid) for word in said)
         if self.plan.kind == "srun":  # the agents on the nodes have told it
-            return report.tell(exits, said, logs=self.logs)[1]
+            return failure_report.tell(exits, said, logs=self.logs)[1]
         return self._fail(exits)
 
-    def _is_new(self, word: words.LastWords) -> bool:
+    def _is_new(self, word: crash_report.LastWords) -> bool:
         """Not left by an earlier job in the same directory. By the file system's clock: hosts' clocks differ."""
         try:
             return self.directory.words(word.rank).stat().st_mtime >= self.directory.config.stat().st_mtime
@@ -263,10 +265,10 @@ class _Job:
             return True
 
     def _one_line(self, exits: tuple[Exit, ...]) -> str:
-        return report.one_line(exits, self._words(), self._boxes(), self._out_of_memory())
+        return failure_report.one_line(exits, self._words(), self._boxes(), self._out_of_memory())
 
 
-def _code_of(word: words.LastWords) -> int:
+def _code_of(word: crash_report.LastWords) -> int:
     """The exit code of a rank that left these words."""
     if word.kind == "SystemExit":
         return int(word.message) if word.message.isdecimal() else 1

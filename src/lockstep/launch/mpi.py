@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.config.host_name import ALLOWED, is_host
-from lockstep.config.limited import read_limited
+from lockstep.config.limited_file import read_limited
 from lockstep.config.signed_store import VARIABLE
 from lockstep.errors import ConfigError
 

@@ -16,11 +16,11 @@ from typing import Any
 from lockstep.config import env, network, signed_store
 from lockstep.config.choices import PrecisionType
 from lockstep.errors import ConfigError, RankFailed, UsageError, first_line
-from lockstep.launch import machine
-from lockstep.launch.forked import Call, Place
-from lockstep.launch.forks import Ended, Forks
-from lockstep.launch.meeting import FAREWELL, LOOPBACK, Elsewhere, Meeting, Nodes, port_error, rendezvous
-from lockstep.rundir import words
+from lockstep.launch import host
+from lockstep.launch.fork_pool import Ended, Forks
+from lockstep.launch.fork_worker import Call, Place
+from lockstep.launch.notebook_store import FAREWELL, LOOPBACK, Elsewhere, Meeting, Nodes, port_error, rendezvous
+from lockstep.rundir import crash_report
 
 
 class _Default(str):
@@ -152,7 +152,7 @@ def _checked(ask: _Ask) -> _Ask:
     said = env.lookup("cpu", environ)
     if said is not None and not ask.cpu:
         ask = replace(ask, cpu=env.parse_flag(said[1], said[0]))
-    devices, kind = (0, "none") if ask.cpu else machine.accelerators(environ)
+    devices, kind = (0, "none") if ask.cpu else host.accelerators(environ)
     count = ask.num_processes if ask.num_processes is not None else max(1, devices)
     settled = replace(ask, num_processes=count, cpu=devices == 0)
     wrong = [*_wrong_call(settled), *_wrong_count(settled, devices, kind), *_wrong_nodes(settled)]
@@ -238,7 +238,7 @@ def _wrong_port(ask: _Ask) -> Iterator[str]:
     port = _port_of(ask)
     forks = ask.num_nodes > 1 or ask.num_processes != 1
     hosts = ask.node_rank == 0 and ask.rdzv_backend == "static"
-    if forks and hosts and port and _is_fixed(ask) and not machine.is_free(port):
+    if forks and hosts and port and _is_fixed(ask) and not host.is_free(port):
         yield str(port_error(port))
 
 
@@ -371,7 +371,7 @@ def _threads(ask: _Ask) -> int:
     text = env.snapshot().get("OMP_NUM_THREADS", "")
     if text.isdigit() and int(text) > 0:
         return int(text)
-    return max(1, machine.usable_cores() // (ask.num_processes or 1))
+    return max(1, host.usable_cores() // (ask.num_processes or 1))
 
 
 def _place(ask: _Ask, meeting: Meeting, local_rank: int, attempt: int, secret: str) -> Place:
@@ -405,7 +405,7 @@ def _place(ask: _Ask, meeting: Meeting, local_rank: int, attempt: int, secret: s
 def _outcome(ended: Sequence[Ended], meeting: Meeting) -> list[Any] | RankFailed:
     """The values of this machine's ranks, or the job's first failure."""
     failed = {end.rank: end for end in ended if not end.returned}
-    first = words.first_failure(
+    first = crash_report.first_failure(
         [end.words for end in ended if end.words is not None],
         {end.rank: 0 if end.returned else 1 if end.exit_code is None else end.exit_code or 1 for end in ended},
         [end.rank for end in ended if end.stopped],

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lockstep.rundir import files
-from lockstep.rundir.ranks import name_ranks
+from lockstep.rundir.format_ranks import name_ranks
 
 PATIENCE = 0.2
 """Seconds after which a line without an end is shown as it is, when several ranks print."""

@@ -13,7 +13,7 @@ from lockstep.config import env, network
 from lockstep.config.launch import LaunchConfig
 from lockstep.config.resolve import Resolved
 from lockstep.errors import ConfigError
-from lockstep.launch import machine
+from lockstep.launch import host as machine
 
 LOOPBACK = "127.0.0.1"
 

@@ -33,7 +33,7 @@ from lockstep.config import env
 from lockstep.config.network import REFUSED, interface_of, knock
 from lockstep.config.signed_store import SignedStore, read_secret
 from lockstep.errors import ConfigError, TopologyError
-from lockstep.guard.exchange import Node
+from lockstep.guard.node_exchange import Node
 from lockstep.launch.plan import Plan
 from lockstep.launch.rendezvous_backend import open_c10d
 

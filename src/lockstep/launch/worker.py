@@ -20,7 +20,7 @@ import sys
 
 from lockstep.config import env
 from lockstep.launch import leftovers
-from lockstep.rundir import files, names
+from lockstep.rundir import constants, files
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def main() -> None:
     script, *args = argv[1:] if module else argv
     environ = env.snapshot()
     _die_with_launcher(environ.get(leftovers.LAUNCHER))
-    directory = environ.get(names.VARIABLE)
+    directory = environ.get(constants.VARIABLE)
     _write_stack_on_crash(_write_stacks_on_signal(directory, environ) if directory else None)
     leftovers.use_folder(environ.get(leftovers.VARIABLE, ""))
     _print_without_us()
@@ -54,9 +54,9 @@ def main() -> None:
         if directory and not (isinstance(error, SystemExit) and error.code in (None, 0)):
             from pathlib import Path
 
-            from lockstep.rundir import words
+            from lockstep.rundir import crash_report
 
-            words.write(Path(directory), words.of_this_process(type(error), error, error.__traceback__))
+            crash_report.write(Path(directory), crash_report.of_this_process(type(error), error, error.__traceback__))
         raise
 
 
@@ -110,7 +110,7 @@ def _write_stacks_on_signal(directory: str, environ: Mapping[str, str]) -> TextI
     folder = os.path.join(directory, "stacks")
     try:
         files.make_folder(folder)
-        path = os.path.join(folder, names.stack_file(names.rank_in(environ)))
+        path = os.path.join(folder, constants.stack_file(constants.rank_in(environ)))
         file = open(path, "w", opener=files.private)  # noqa: SIM115  # stays open as long as the process
     except OSError:
         return None  # a disk that fails must not keep the script from running

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.errors import UsageError
-from lockstep.memory.ledger import TEMPORARY, Ledger
+from lockstep.memory.fake_params import copies, no_data, stand_ins
+from lockstep.memory.memory_tracker import TEMPORARY, Ledger
 from lockstep.memory.optimizers import Cost, cost, maker
-from lockstep.memory.stand_ins import copies, no_data, stand_ins
 
 Loss = Callable[[Any, Any], Tensor]
 """From the model and a batch to the loss."""

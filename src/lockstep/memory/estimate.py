@@ -12,8 +12,8 @@ from torch import nn
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.memory import optimizers
 from lockstep.memory.activations import Loss, forward_only, measure
+from lockstep.memory.fake_params import no_data, stand_ins
 from lockstep.memory.models import Found, Weight
-from lockstep.memory.stand_ins import no_data, stand_ins
 
 
 @dataclass(frozen=True, kw_only=True)

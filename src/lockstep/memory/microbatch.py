@@ -20,8 +20,8 @@ from lockstep.comm.agree import drop_tracebacks
 from lockstep.comm.rng import States
 from lockstep.errors import ConfigError, OutOfMemory, UsageError
 from lockstep.logging import get_notices
-from lockstep.memory.freeing import clear_device_cache
-from lockstep.memory.recognise import describe, is_out_of_memory
+from lockstep.memory.cache import clear_device_cache
+from lockstep.memory.oom_detect import describe, is_out_of_memory
 from lockstep.topology.group import Group
 
 Split = Callable[[Any, slice], Any]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.limited import read_limited
+from lockstep.config.limited_file import read_limited
 from lockstep.errors import ConfigError
 
 SEQUENCE = 512

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import ConfigError, first_line
-from lockstep.memory.ledger import Ledger
+from lockstep.memory.memory_tracker import Ledger
 
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 

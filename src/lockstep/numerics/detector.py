@@ -17,14 +17,14 @@ from lockstep.config.recording import NumericsRecord
 from lockstep.errors import ConfigError, NumericsError
 from lockstep.numerics import report
 from lockstep.numerics.batches import Batches
+from lockstep.numerics.dtype_limits import SCALER_PATIENCE
 from lockstep.numerics.frames import FrameSink
 from lockstep.numerics.gradients import Gradients, Updates
 from lockstep.numerics.process import keep, this_process
-from lockstep.numerics.ranges import SCALER_PATIENCE
-from lockstep.numerics.reading import Reader, Row, Seen, inputs_of, leaves_of
 from lockstep.numerics.report import Hit, Underflow
 from lockstep.numerics.stats import Numbers
-from lockstep.numerics.unwrapping import describe_type, idle, innermost, is_compiled
+from lockstep.numerics.tensor_reader import Reader, Row, Seen, inputs_of, leaves_of
+from lockstep.numerics.unwrap import describe_type, idle, innermost, is_compiled
 
 _UNDERFLOW_SHARE = 0.5
 """A tensor that lost this much of its values, some of them to subnormals, is told of."""

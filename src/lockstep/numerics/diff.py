@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from lockstep.numerics.align import Key, Part, Parts, Source, by_batch, keyed, merged, merged_order, named
 from lockstep.numerics.frames import Frame, Stat
 from lockstep.numerics.tolerance import ABSOLUTE, COARSE, SHARE, Tolerance, is_parameter
-from lockstep.rundir.ranks import number_ranks
+from lockstep.rundir.format_ranks import number_ranks
 
 BETWEEN_BATCHES = 0.5
 """Two batches hold other samples: what counts there is a number that halved or doubled."""

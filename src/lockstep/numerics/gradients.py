@@ -12,9 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.numerics import stats
-from lockstep.numerics.reading import Leaf, Reader, Row, leaves_of
 from lockstep.numerics.stats import Numbers
-from lockstep.numerics.unwrapping import idle
+from lockstep.numerics.tensor_reader import Leaf, Reader, Row, leaves_of
+from lockstep.numerics.unwrap import idle
 
 Tell = Callable[[str, str, int, list[Row]], None]
 """Takes a module's name, its kind, which call of it in the batch, and the rows."""

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from lockstep.config.choices import NanPolicy
 from lockstep.errors import NumericsError
-from lockstep.numerics.late import Late
-from lockstep.numerics.ranges import SCALER_PATIENCE
-from lockstep.numerics.recall import Forward, Recall
-from lockstep.numerics.unwrapping import innermost, is_compiled
+from lockstep.numerics.async_check import Late
+from lockstep.numerics.dtype_limits import SCALER_PATIENCE
+from lockstep.numerics.replay_buffer import Forward, Recall
+from lockstep.numerics.unwrap import innermost, is_compiled
 from lockstep.topology.group import Group
 
 if TYPE_CHECKING:
-    from lockstep.numerics.hits import Teller
+    from lockstep.numerics.reporting import Teller
 
 Mark = tuple[Any, ...]
 """What a watch has seen of an update; opaque to others."""
@@ -85,7 +85,7 @@ class Watch:
 
     @cached_property
     def _teller(self) -> Teller:
-        from lockstep.numerics.hits import Teller  # loaded where it is used: most runs stay finite
+        from lockstep.numerics.reporting import Teller  # loaded where it is used: most runs stay finite
 
         return Teller(self._group, self._around, self._models)
 

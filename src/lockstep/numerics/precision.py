@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.trees import map_tensors, walk_paths
 from lockstep.errors import ConfigError
-from lockstep.numerics.unwrapping import describe_type, innermost
+from lockstep.numerics.unwrap import describe_type, innermost
 
 _NARROW = (torch.float16, torch.bfloat16)
 

@@ -82,7 +82,7 @@ class Run:
         missing = sorted(set(range(self.world_size)) - set(self.traces))
         notes = [note for trace in self.traces.values() for note in trace.notes]
         if missing:
-            from lockstep.rundir.ranks import name_ranks
+            from lockstep.rundir.format_ranks import name_ranks
 
             notes.insert(0, f"{self.path}: no trace of {name_ranks(missing, 8)}, of {self.world_size} in all.")
         return notes

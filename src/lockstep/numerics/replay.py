@@ -9,7 +9,7 @@ import torch
 
 from lockstep.errors import first_line
 from lockstep.numerics.detector import DebugUnderflowOverflow
-from lockstep.numerics.recall import Forward, states_of
+from lockstep.numerics.replay_buffer import Forward, states_of
 from lockstep.numerics.report import Hit
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.numerics.dtype_limits import range_of
 from lockstep.numerics.process import this_process
-from lockstep.numerics.ranges import range_of
 
 CHUNK = 1 << 17
 """Elements read at a time on the CPU: as 4-byte integers half a megabyte, which stays in the second-level cache."""

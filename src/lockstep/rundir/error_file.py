@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from lockstep.config import env
-from lockstep.rundir import words
+from lockstep.rundir import crash_report
 
 _LATER = 2
 """Seconds by which a consequence is dated later: for torchrun the earliest is the root cause, in whole seconds."""
@@ -75,7 +75,7 @@ class ErrorFile:
 
     def _on_exception(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if self._rank is not None:
-            said = words.of_this_process(kind, value, trace)
+            said = crash_report.of_this_process(kind, value, trace)
             text = f"{said.traceback}\n{said.advice}" if said.advice else said.traceback
             write(f"{said.kind}: {said.message}", text.rstrip(), follows=said.follows)
         self._hook(kind, value, trace)
@@ -85,6 +85,6 @@ class ErrorFile:
             self._left = None
         else:
             frame = sys._getframe(1)
-            self._left = words.message_of(SystemExit(status)), "".join(tracebacks.format_stack(frame))
+            self._left = crash_report.message_of(SystemExit(status)), "".join(tracebacks.format_stack(frame))
         self._exit(status)
         raise AssertionError("sys.exit returned")

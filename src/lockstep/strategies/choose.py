@@ -16,7 +16,7 @@ from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from lockstep.strategies.joining import Stateful
+    from lockstep.strategies.uneven_inputs import Stateful
 
 
 class Strategy(Protocol):

@@ -23,12 +23,12 @@ from lockstep.config.handlers import DistributedDataParallelKwargs
 from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.guard.torch_calls import allow_stacks
 from lockstep.optim.accumulation import Accumulation
-from lockstep.strategies.averaging import average_gradients
-from lockstep.strategies.joining import Stateful, check_joinables, joined
+from lockstep.strategies.ddp_module import BUFFER_OPTION, untraced
+from lockstep.strategies.ddp_module import DistributedDataParallel as Replica
+from lockstep.strategies.grad_allreduce import average_gradients
 from lockstep.strategies.reductions import Reductions
-from lockstep.strategies.replica import BUFFER_OPTION, untraced
-from lockstep.strategies.replica import DistributedDataParallel as Replica
 from lockstep.strategies.trained_parameters import TrainedParameters
+from lockstep.strategies.uneven_inputs import Stateful, check_joinables, joined
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.optim.accumulation import Accumulation
-from lockstep.optim.schedule_check import ScheduleCheck
+from lockstep.optim.unprepared_schedule import ScheduleCheck
 from lockstep.strategies.choose import Strategy
 
 

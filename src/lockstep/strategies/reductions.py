@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.blackbox.layout import OPTIMIZER_STEPS
 from lockstep.comm.replicas import checksums
 from lockstep.logging import get_notices
-from lockstep.strategies.replica import DistributedDataParallel as Replica
-from lockstep.strategies.replica import Reduction
+from lockstep.strategies.ddp_module import DistributedDataParallel as Replica
+from lockstep.strategies.ddp_module import Reduction
 from lockstep.strategies.replica_check import ReplicaCheck
 from lockstep.strategies.trained_parameters import TrainedParameters
 from lockstep.topology.group import Group

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.accelerator import Accelerator
-from lockstep.comm import free, rng
+from lockstep.comm import functional, rng
 from lockstep.config.choices import PrecisionType
 from lockstep.config.handlers import DataLoaderConfiguration, ProjectConfiguration
 from lockstep.errors import ConfigError, DistributedOperationException
@@ -128,12 +128,12 @@ def check_collectives(accelerator: Accelerator) -> None:
     expect("gather of a structure", nested["two"][0].tolist(), [10.0 * r for r in range(size)])
     expect("reduce with sum", accelerator.reduce(mine, "sum").tolist(), [total, 10 * total])
     expect("reduce with mean", accelerator.reduce(mine.float(), "mean").tolist(), [last / 2, 10 * last / 2])
-    sent = free.broadcast(mine.clone(), from_process=last)
+    sent = functional.broadcast(mine.clone(), from_process=last)
     expect(f"broadcast from rank {last}", sent.tolist(), [last, 10 * last])
     padded = accelerator.pad_across_processes(torch.ones(rank + 1, 2, device=device), pad_index=-1)
     expect("pad_across_processes", padded.sum(dim=1).tolist(), [2.0] * (rank + 1) + [-2.0] * (last - rank))
-    expect("gather_object", free.gather_object([f"rank {rank}"]), [f"rank {r}" for r in range(size)])
-    expect("broadcast_object_list", free.broadcast_object_list([{"from": rank}]), [{"from": 0}])
+    expect("gather_object", functional.gather_object([f"rank {rank}"]), [f"rank {r}" for r in range(size)])
+    expect("broadcast_object_list", functional.broadcast_object_list([{"from": rank}]), [{"from": 0}])
 
 
 def check_sharding(accelerator: Accelerator) -> None:
@@ -144,7 +144,7 @@ def check_sharding(accelerator: Accelerator) -> None:
     uneven = _fresh(dataloader_config=DataLoaderConfiguration(even_batches=False))
     loader = uneven.prepare(DataLoader(samples, batch_size=4, shuffle=True))
     mine = [place for batch in loader for place in batch["id"].tolist()]
-    expect("the samples that all ranks read", sorted(free.gather_object(mine)), everything)
+    expect("the samples that all ranks read", sorted(functional.gather_object(mine)), everything)
     even = _fresh()
     loader = even.prepare(DataLoader(samples, batch_size=4))
     counted: list[int] = []
@@ -153,7 +153,7 @@ def check_sharding(accelerator: Accelerator) -> None:
         counted += even.gather_for_metrics(batch["id"]).tolist()
         rounds += 1
     expect("gather_for_metrics", counted, everything)
-    expect("the batches of each rank", free.gather_object([rounds]), [len(loader)] * size)
+    expect("the batches of each rank", functional.gather_object([rounds]), [len(loader)] * size)
 
 
 def check_training(accelerator: Accelerator) -> str:
@@ -207,7 +207,7 @@ def check_bf16(accelerator: Accelerator) -> Skip | None:
 
 def _check_precision(accelerator: Accelerator, mode: PrecisionType) -> Skip | None:
     # Decided together: a rank that went ahead alone would wait for the others.
-    reasons = free.gather_object([_why_not(mode, accelerator.device, probe=accelerator.is_local_main_process)])
+    reasons = functional.gather_object([_why_not(mode, accelerator.device, probe=accelerator.is_local_main_process)])
     reason = next((text for text in reasons if text), None)
     if reason is not None and accelerator.mixed_precision == mode.value:
         raise ConfigError(f"this job is configured with mixed_precision={mode.value!r}, and {reason}")
@@ -330,7 +330,7 @@ def _folder_of_machine(accelerator: Accelerator) -> Iterator[Path]:
     node = current.require().topology.node_rank
     made = Path(tempfile.mkdtemp(prefix="lockstep-test-")) if accelerator.is_local_main_process else None
     try:
-        places = free.gather_object([(node, str(made))] if made is not None else [])
+        places = functional.gather_object([(node, str(made))] if made is not None else [])
         yield Path(dict(places)[node])
     finally:
         if made is not None:
@@ -345,7 +345,7 @@ def check_random(accelerator: Accelerator) -> None:
         mine = torch.randint(2**40, (3,)).tolist()
         if device.type != "cpu":
             mine += torch.randint(2**40, (3,), device=device).tolist()
-        return free.gather_object([mine])
+        return functional.gather_object([mine])
 
     rng.set_seed(17, device_specific=True)
     found = draws()
@@ -360,7 +360,7 @@ def check_random(accelerator: Accelerator) -> None:
     rng.synchronize_rng_states(kinds, own)
     found = draws()
     expect("generators after they were put in step", found, [found[0]] * len(found))
-    found = free.gather_object([torch.randint(2**40, (3,), generator=own).tolist()])
+    found = functional.gather_object([torch.randint(2**40, (3,), generator=own).tolist()])
     expect("a generator of the script's own, after that", found, [found[0]] * len(found))
 
 
@@ -371,17 +371,17 @@ def check_control(accelerator: Accelerator) -> None:
         if accelerator.is_main_process:
             time.sleep(0.05)  # time for another rank to come too early
         first = current.require().group.store.claim("checks/first", str(rank), int) if size > 1 else 0
-    expect("the rank that was first in main_process_first", free.gather_object([first]), [0] * size)
+    expect("the rank that was first in main_process_first", functional.gather_object([first]), [0] * size)
     if accelerator.is_last_process:
         accelerator.set_trigger()
     expect("check_trigger after the last rank set it", accelerator.check_trigger(), True)
     expect("check_trigger when nobody did", accelerator.check_trigger(), False)
     numbers = list(range(2 * size + 1))
     with accelerator.split_between_processes(numbers) as part:
-        expect("split_between_processes", free.gather_object(list(part)), numbers)
+        expect("split_between_processes", functional.gather_object(list(part)), numbers)
     ran: list[int] = []
     accelerator.on_main_process(ran.append)(accelerator.process_index)
-    expect("on_main_process", free.gather_object(ran), [0])
+    expect("on_main_process", functional.gather_object(ran), [0])
 
 
 def check_debug_mode(accelerator: Accelerator) -> Skip | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.config import env, interfaces, network
 from lockstep.config.signed_store import SignedStore, from_json
-from lockstep.rundir.ranks import name_ranks
+from lockstep.rundir.format_ranks import name_ranks
 from lockstep.topology.standard_streams import print_error
 from lockstep.topology.topology import Topology
 

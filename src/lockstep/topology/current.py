@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.config import env, resolve
 from lockstep.config.handlers import InitProcessGroupKwargs
 from lockstep.errors import ConfigError
-from lockstep.rundir import names, place
+from lockstep.rundir import constants, layout
 from lockstep.rundir.error_file import ErrorFile
-from lockstep.rundir.place import RunDirectory
+from lockstep.rundir.layout import RunDirectory
 from lockstep.topology import away, standard_streams, threads
 from lockstep.topology.farewell import Farewell
 from lockstep.topology.group import Group
@@ -122,7 +122,7 @@ def require(
         farewell=_slot.farewell.install,
     )
     _slot.joined += 1
-    directory = _directory(topology, group, environ.get(names.VARIABLE), project_dir)
+    directory = _directory(topology, group, environ.get(constants.VARIABLE), project_dir)
     _slot.session = Session(topology=topology, group=group, init=init, directory=directory)
     if directory is not None and topology.world_size > 1:
         from lockstep.topology.watch import Watch  # the guard: a process that is alone does without
@@ -161,10 +161,10 @@ def _directory(topology: Topology, group: Group, asked: str | None, project_dir:
     if asked and topology.launcher == "lockstep launch":
         return RunDirectory(path=Path(asked))
     if topology.world_size == 1:
-        return RunDirectory(path=place.make(asked, project_dir).path) if asked else None
+        return RunDirectory(path=layout.make(asked, project_dir).path) if asked else None
     key = f"run_directory/{topology.node_rank}"
     if topology.is_local_main:
-        made = place.make(asked, project_dir)
+        made = layout.make(asked, project_dir)
         if made.note is not None:
             warnings.warn(made.note, stacklevel=4)
         group.store.set(key, os.fsencode(made.path.absolute()))
@@ -208,7 +208,7 @@ def reset() -> None:
     if session is not None:
         session.group.close()
         if session.directory is not None and session.topology.is_local_main:
-            place.sign_out(session.directory)
+            layout.sign_out(session.directory)
 
 
 atexit.register(reset)

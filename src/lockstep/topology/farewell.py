@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.blackbox import read
 from lockstep.errors import TopologyError, first_line
-from lockstep.rundir import error_file, words
+from lockstep.rundir import crash_report, error_file
 from lockstep.topology import exits
 from lockstep.topology.group import Group
 
@@ -66,7 +66,9 @@ class Farewell:
             # An excepthook was called for any other exception. Its code is known to nobody before the process ends.
             self.note = f"SystemExit at {site}"
             error_file.write("SystemExit", f"SystemExit, which left the script at {site}. The exit code is its code.")
-        own = [said for said in words.read_all(directory) if said.pid == os.getpid() and said.kind == "SystemExit"]
+        own = [
+            said for said in crash_report.read_all(directory) if said.pid == os.getpid() and said.kind == "SystemExit"
+        ]
         if own and not own[0].follows:
             self.words = f"it left with sys.exit({own[0].message}), at {own[0].line}"
             _end(self._group, self.words)
@@ -87,7 +89,7 @@ class Farewell:
                 _end(self._group, self.words, "".join(traceback.format_exception(kind, value, trace)))
             dead = self._group.dead_behind(value)
         self._before(kind, value, trace)
-        advice = "\n".join(filter(None, [words.advice_on(value), dead]))
+        advice = "\n".join(filter(None, [crash_report.advice_on(value), dead]))
         if advice:
             print(f"\n{advice}", file=sys.stderr)
         if self._group is not None:

@@ -41,14 +41,14 @@ from lockstep.config import env
 from lockstep.config.signed_store import SignedStore, read_secret
 from lockstep.errors import PeerFailure, TopologyError
 from lockstep.guard.dead_peers import describe, describe_left, find_dead, find_left
-from lockstep.rundir.ranks import name_ranks
+from lockstep.rundir.format_ranks import name_ranks
 from lockstep.topology import arrival, job_secret, sockets, threads
 from lockstep.topology.cause import Cause, Waker
 from lockstep.topology.store import open_store, port_of
 from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from lockstep.guard.pace import Clock
+    from lockstep.guard.straggler import Clock
 
 POLL = timedelta(seconds=0.2)
 """How long a wait of ours sleeps before it looks whether the generation has ended."""

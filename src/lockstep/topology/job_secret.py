@@ -9,7 +9,7 @@ from torch.distributed import DistStoreError
 from lockstep.config import env
 from lockstep.config.signed_store import VARIABLE, SignedStore, describe_difference, fingerprint, read_secret
 from lockstep.errors import TopologyError
-from lockstep.rundir.ranks import name_ranks
+from lockstep.rundir.format_ranks import name_ranks
 
 
 def compare(store: SignedStore, rank: int, world_size: int, timeout: timedelta) -> None:

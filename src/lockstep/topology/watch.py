@@ -19,18 +19,18 @@ from lockstep.blackbox.read import read_box, read_header
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.config.signed_store import SignedStore, from_text
-from lockstep.guard import side
+from lockstep.guard import stack_note
 from lockstep.guard.dead_peers import describe, find_dead
-from lockstep.guard.explain import boxed
 from lockstep.guard.mismatch import entered, mismatch
-from lockstep.guard.pace import Clock
+from lockstep.guard.rank_location import RANGES
+from lockstep.guard.render import boxed
 from lockstep.guard.reporter import STOPPED, Reporter
 from lockstep.guard.sigterm import SigtermReport
+from lockstep.guard.straggler import Clock
 from lockstep.guard.watcher import WATCHED, Found, Watcher, is_stopped, read_stall
-from lockstep.guard.whereabouts import RANGES
 from lockstep.rundir import error_file, files
-from lockstep.rundir.place import RunDirectory
-from lockstep.rundir.ranks import name_ranks
+from lockstep.rundir.format_ranks import name_ranks
+from lockstep.rundir.layout import RunDirectory
 from lockstep.topology.group import Group
 from lockstep.topology.standard_streams import print_error
 from lockstep.topology.topology import Topology
@@ -80,7 +80,7 @@ class Watch:
             self._begin_to_watch()
         self._reporter = Reporter(
             group.box,
-            side.place(boxes, topology.rank),
+            stack_note.place(boxes, topology.rank),
             self._is_stopped,
             group.clock,
             self._take_over,

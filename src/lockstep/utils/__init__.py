@@ -1,10 +1,10 @@
 """The import place scripts know. Nothing lives here; each name comes from the room it belongs to."""
 
 from lockstep.checkpoint.loading import load_checkpoint_in_model
-from lockstep.checkpoint.models import save
-from lockstep.checkpoint.sharing import clean_state_dict_for_safetensors, id_tensor_storage
+from lockstep.checkpoint.saving import save
+from lockstep.checkpoint.shared_tensors import clean_state_dict_for_safetensors, id_tensor_storage
 from lockstep.checkpoint.sizes import convert_file_size_to_int
-from lockstep.comm.free import (
+from lockstep.comm.functional import (
     broadcast,
     broadcast_object_list,
     gather,
@@ -13,7 +13,7 @@ from lockstep.comm.free import (
     reduce,
     wait_for_everyone,
 )
-from lockstep.comm.nested import CannotPadNestedTensorWarning
+from lockstep.comm.nested_tensors import CannotPadNestedTensorWarning
 from lockstep.comm.rng import set_seed, synchronize_rng_state, synchronize_rng_states
 from lockstep.comm.trees import concatenate, find_batch_size, recursively_apply, send_to_device, slice_tensors
 from lockstep.config.choices import (
@@ -39,7 +39,7 @@ from lockstep.errors import DistributedOperationException
 from lockstep.launch.basic_config import write_basic_config
 from lockstep.memory.activations import estimate_memory
 from lockstep.memory.batch_size import find_executable_batch_size
-from lockstep.memory.freeing import clear_device_cache, get_max_memory, release_memory
+from lockstep.memory.cache import clear_device_cache, get_max_memory, release_memory
 from lockstep.precision.mixed import convert_outputs_to_fp32, convert_to_fp32
 from lockstep.progress import tqdm
 from lockstep.strategies.unwrapping import extract_model_from_parallel

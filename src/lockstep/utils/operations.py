@@ -1,6 +1,6 @@
 """The import place scripts know for collectives. Nothing lives here."""
 
-from lockstep.comm.free import (
+from lockstep.comm.functional import (
     broadcast,
     broadcast_object_list,
     gather,
@@ -8,7 +8,7 @@ from lockstep.comm.free import (
     pad_across_processes,
     reduce,
 )
-from lockstep.comm.nested import CannotPadNestedTensorWarning
+from lockstep.comm.nested_tensors import CannotPadNestedTensorWarning
 from lockstep.comm.trees import concatenate, find_batch_size, recursively_apply, send_to_device, slice_tensors
 from lockstep.errors import DistributedOperationException
 from lockstep.precision.mixed import convert_outputs_to_fp32, convert_to_fp32

@@ -11,9 +11,9 @@ import pytest
 
 from lockstep.doctor import checks as room
 from lockstep.doctor.checks import CHECKS, Check
+from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding, exit_code, worst
 from lockstep.doctor.run import look, run_checks
-from lockstep.doctor.situation import Situation
 
 # A module of checks beside the real ones, as far as Python can tell.
 PATIENTS = """

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from lockstep import load_checkpoint_in_model
-from lockstep.checkpoint import find, manifest
+from lockstep.checkpoint import discovery, manifest
 from lockstep.checkpoint.commit import Staging
 from lockstep.checkpoint.disk import Disk
-from lockstep.checkpoint.models import replace_model
+from lockstep.checkpoint.saving import replace_model
 from lockstep.errors import CheckpointError
 from tests.unit.checkpoint.runs import Run
 
@@ -31,7 +31,7 @@ def check(run: Run, place: Path | str, again: bool = True) -> None:
     run.train(1)
     run.accelerator.load_state(place)
     assert torch.equal(run.weights(), before)
-    assert find.verify(Path(place)) == []
+    assert discovery.verify(Path(place)) == []
     assert not [name for name in os.listdir(place) if name.startswith(".")]
     if again:
         run.train(1).accelerator.save_state(place)
@@ -170,7 +170,7 @@ def test_files_of_the_users_stay_wherever_they_are(tmp_path: Path) -> None:
         assert all((place / name).read_text() == name for name in mine)
         assert os.readlink(place / "link") == "/nowhere"
         assert (place / "extra" / "deep" / "ours.txt").exists() == (number < 2)
-        assert find.verify(place) == []
+        assert discovery.verify(place) == []
 
 
 def test_nothing_is_committed_where_something_of_the_users_is_in_the_way(tmp_path: Path) -> None:

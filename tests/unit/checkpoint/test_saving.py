@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator, load_checkpoint_in_model
-from lockstep.checkpoint import find, manifest, safe
+from lockstep.checkpoint import discovery, manifest, safe_pickle
 from lockstep.checkpoint.disk import Disk
 from lockstep.checkpoint.layout import layout_of
 from lockstep.errors import CheckpointError, ConfigError
@@ -74,7 +74,7 @@ def test_what_else_is_in_the_folder_stays(tmp_path: Path) -> None:
         run.accelerator.save_state(place)
         assert (place / "notes.txt").read_text() == "mine"
         assert (place / "logs" / "a.log").read_text() == "mine too"
-    assert find.verify(place) == []
+    assert discovery.verify(place) == []
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -105,7 +105,7 @@ def test_a_state_and_a_model_in_one_folder_can_both_be_loaded(
         for further in range(2):
             fill(model, 10.0 + further)
             accelerator.save_model(model, tmp_path, max_shard_size=shards, safe_serialization=model_safe)
-        assert find.verify(tmp_path) == []
+        assert discovery.verify(tmp_path) == []
         accelerator.load_state(tmp_path)
         assert values(model) == {1.0 + number}
         fresh = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -183,7 +183,7 @@ def test_a_damaged_file_is_named_and_nothing_is_touched(
 ) -> None:
     if name.startswith("large "):
         name = name.removeprefix("large ")
-        monkeypatch.setattr(safe, "LARGE", 0)
+        monkeypatch.setattr(safe_pickle, "LARGE", 0)
     Run().train(3).accelerator.save_state(tmp_path / "state")
     path = tmp_path / "state" / name
     data = bytearray(path.read_bytes())
@@ -318,7 +318,7 @@ def test_links_and_pipes_of_hooks_are_not_part_of_it(tmp_path: Path) -> None:
     run.accelerator.register_save_state_pre_hook(save)
     run.accelerator.save_state(tmp_path / "state")
     assert not {"link", "pipe"} & set(manifest.read(tmp_path / "state").files)
-    assert find.verify(tmp_path / "state") == []
+    assert discovery.verify(tmp_path / "state") == []
     run.accelerator.load_state(tmp_path / "state")
 
 
@@ -344,7 +344,7 @@ def test_a_failure_in_the_background_is_told_at_the_next_call(tmp_path: Path) ->
     run.accelerator._checkpoints.disk = Full(FREE)
     run.accelerator.save_state(tmp_path / "state", blocking=False)
     run.accelerator.wait_for_checkpoint()
-    assert find.verify(tmp_path / "state") == []
+    assert discovery.verify(tmp_path / "state") == []
     assert os.listdir(tmp_path) == ["state"]
 
 

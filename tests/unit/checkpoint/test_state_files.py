@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator, load_checkpoint_in_model
-from lockstep.checkpoint import find, manifest
+from lockstep.checkpoint import discovery, manifest
 from lockstep.checkpoint.state_files import StateFiles
 from lockstep.cli import main
 from lockstep.errors import CheckpointError
@@ -68,8 +68,8 @@ def test_a_planted_file_is_not_read(tmp_path: Path, state: Path, name: str, link
     if linked:
         (state / name).symlink_to(planted)
     assert loaded(state) == {1.0}
-    assert find.verify(state) == []
-    assert name in find.additional(state)
+    assert discovery.verify(state) == []
+    assert name in discovery.additional(state)
 
 
 def test_a_model_that_was_saved_there_before_is_not_read(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_model_that_was_saved_there_before_is_not_read(tmp_path: Path) -> None
     accelerator.save_state(tmp_path / "state", safe_serialization=False)
     assert (tmp_path / "state" / "model.safetensors").exists()
     assert loaded(tmp_path / "state") == {1.0}
-    assert find.additional(tmp_path / "state") == ["model.safetensors"]
+    assert discovery.additional(tmp_path / "state") == ["model.safetensors"]
 
 
 def test_a_folder_in_the_place_of_the_models_may_not_be_a_link(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_folder_in_the_place_of_the_models_may_not_be_a_link(tmp_path: Path) -
     folder.symlink_to(tmp_path / "moved")
     with pytest.raises(CheckpointError, match=inside):
         loaded(tmp_path / "state")
-    assert any(inside in line for line in find.verify(tmp_path / "state"))
+    assert any(inside in line for line in discovery.verify(tmp_path / "state"))
 
 
 def test_what_is_opened_is_what_is_read(state: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_folder_itself_may_be_behind_links(tmp_path: Path, state: Path) -> N
     (tmp_path / "parent").symlink_to("disk")
     assert loaded(tmp_path / "latest") == {1.0}
     assert loaded(tmp_path / "parent" / "real") == {1.0}
-    assert find.verify(tmp_path / "latest") == []
+    assert discovery.verify(tmp_path / "latest") == []
 
 
 def test_files_may_have_further_names(tmp_path: Path, state: Path) -> None:

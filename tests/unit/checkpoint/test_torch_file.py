@@ -10,7 +10,7 @@ import torch
 
 from lockstep import CheckpointError
 from lockstep.checkpoint import torch_file
-from lockstep.checkpoint.stored import read_all
+from lockstep.checkpoint.tensor_entry import read_all
 from lockstep.checkpoint.torch_file import TorchFile
 
 

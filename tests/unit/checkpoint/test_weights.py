@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep import CheckpointError
-from lockstep.checkpoint.models import replace_model
+from lockstep.checkpoint.saving import replace_model
 from lockstep.checkpoint.weights import load_into, load_weights, read_weights, write_weights
 from tests.unit.checkpoint.small_models import Tied, bits, on_meta, same_values
 

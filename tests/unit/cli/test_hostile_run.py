@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.unit.launch.test_report import ended, words
 
 from lockstep.blackbox.box import Box
 from lockstep.blackbox.peers import box_path
 from lockstep.cli import bundle, main, stacks
-from lockstep.doctor.net import judge, page
-from lockstep.launch import report
+from lockstep.doctor.net import findings, html
+from lockstep.launch import failure_report
 from lockstep.numerics.html import write_page
 from lockstep.numerics.read_trace import open_run
-from lockstep.optim import run_file
-from lockstep.optim.effective import Record
+from lockstep.optim import run_summary_file
+from lockstep.optim.run_summary import Record
 from tests.browser import BROWSER, WHY_NOT, Page
 from tests.unit.doctor.net.reports import healthy
-from tests.unit.launch.test_report import ended, words
 from tests.unit.numerics.making import call, changed, small_run, stat, write
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r"
@@ -75,9 +75,9 @@ def test_a_failure_report(tmp_path: Path) -> None:
     one = words(0, host=ESCAPE, message=ESCAPE, traceback=f"T {ESCAPE}\n", line=ESCAPE, advice=ESCAPE, kind=ESCAPE)
     errors = {0: f"\x1b[31mError: red\x1b[0m {ESCAPE.strip()}\n".encode()}
     for said in ([one], []):
-        text, _ = report.tell([ended(0, 1), ended(1, 1)], said, logs=tmp_path, last_errors=errors)
+        text, _ = failure_report.tell([ended(0, 1), ended(1, 1)], said, logs=tmp_path, last_errors=errors)
         assert not _ACTS.search(text)
-        assert not _ACTS.search(report.one_line([ended(0, 1)], said))
+        assert not _ACTS.search(failure_report.one_line([ended(0, 1)], said))
     assert "Error: red \\x1b]0;owned" in text
 
 
@@ -220,9 +220,9 @@ def test_json_that_is_deep_or_large_or_no_file(
         per_process=8, processes=2, accumulation=1, learning_rate=0.1, seed=1, precision="no", lockstep="1", torch="2",
         time="",
     )  # fmt: skip
-    said = run_file.keep(str(tmp_path), record)
+    said = run_summary_file.keep(str(tmp_path), record)
     assert "lockstep_run.json cannot be read" in said[0]
-    assert run_file.keep(str(tmp_path), record) == []  # it was replaced by one that can
+    assert run_summary_file.keep(str(tmp_path), record) == []  # it was replaced by one that can
     for command in (["estimate", str(tmp_path)], ["numerics", "diff", str(tmp_path), "--ranks", "0", "1"]):
         assert main(command) == 2
         assert "Traceback" not in capsys.readouterr().err
@@ -232,7 +232,7 @@ def test_json_that_is_deep_or_large_or_no_file(
 def test_pages_in_a_browser(tmp_path: Path) -> None:
     odd = f"{MARKUP}\x1b[2J"
     network = healthy([odd, "node2"])
-    (tmp_path / "net.html").write_text(page.render(network, judge.findings(network)), encoding="utf-8")
+    (tmp_path / "net.html").write_text(html.render(network, findings.findings(network)), encoding="utf-8")
     write(tmp_path / "trace", [*small_run(1, 1), call(1, odd, stat(odd), kind=odd)])
     traces = open_run(tmp_path / "trace")
     write_page(traces.traces, tmp_path / "numerics.html", title=odd, notes=lambda: [odd])

@@ -12,7 +12,7 @@ from rich.console import Console
 from lockstep.blackbox.snapshot import Op, Raw, Snapshot
 from lockstep.cli import stacks, watch
 from lockstep.errors import ConfigError
-from lockstep.rundir.place import RunDirectory
+from lockstep.rundir.layout import RunDirectory
 
 
 def rank(number: int, *, of: int = 2, op: Op | None = None, **more: object) -> Snapshot:

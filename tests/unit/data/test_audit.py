@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lockstep.config.signed_store import SignedStore
 from lockstep.data.audit import Audit, Report, _identity, _resolve, count, judge
-from lockstep.data.round import Round
+from lockstep.data.global_batch import Round
 
 FINE = Report(length=6, bottom=6, identity="", presharded=False, complete=True, repeated=0)
 

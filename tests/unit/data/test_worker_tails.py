@@ -21,9 +21,9 @@ from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
 from lockstep.data import shards
 from lockstep.data.dispatch import _deal
+from lockstep.data.global_batch import Round
 from lockstep.data.iteration import Iteration
 from lockstep.data.loader import PreparedDataLoader
-from lockstep.data.round import Round
 from tests.unit.data.ranks import prepare, values
 
 

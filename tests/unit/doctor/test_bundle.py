@@ -20,7 +20,7 @@ from lockstep.cli import bundle as command
 from lockstep.doctor import bundle
 from lockstep.doctor.redact import HIDDEN, Redactor
 from lockstep.errors import ConfigError
-from lockstep.rundir.place import RunDirectory
+from lockstep.rundir.layout import RunDirectory
 from tests.unit.doctor.nccl_logs import rank_log
 from tests.unit.doctor.test_redact import VALUES
 
@@ -265,7 +265,7 @@ def test_nccls_logs_are_read(tmp_path: Path) -> None:
 LIVING = """
 import os, sys, time
 from lockstep.blackbox.box import Box
-from lockstep.rundir.place import make
+from lockstep.rundir.layout import make
 
 run = make(sys.argv[1], None)
 host, pid = os.uname().nodename, os.getpid()

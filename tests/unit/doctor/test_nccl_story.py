@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from lockstep.cli import doctor, doctor_nccl
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.nccl import knowledge, report, teller
+from lockstep.doctor.nccl import knowledge, log_parser, report
 from lockstep.doctor.nccl.findings import findings
+from lockstep.doctor.nccl.log_parser import Teller, transport
 from lockstep.doctor.nccl.read import Reading, read
-from lockstep.doctor.nccl.teller import Teller, transport
 from lockstep.errors import ConfigError
 from tests.unit.doctor.nccl_logs import rank_log
 
@@ -259,7 +259,7 @@ def test_a_message_behind_a_progress_bar(tmp_path: Path) -> None:
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PROBLEMS", "UNKNOWN", "PAIRS", "COMMUNICATORS", "FACTS", "PROCESSES"):
-        monkeypatch.setattr(teller, f"_MOST_{name}", 20)
+        monkeypatch.setattr(log_parser, f"_MOST_{name}", 20)
     taking = Teller(knowledge.load())
     for n in range(100):
         where = f"node{n}:{n}:{n} [0]"

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.nccl import report, waiting
+from lockstep.doctor.nccl import report, watchdog_state
 from lockstep.doctor.nccl.read import read
-from lockstep.doctor.nccl.waiting import Waiting
+from lockstep.doctor.nccl.watchdog_state import Waiting
 
 WHOLE = "PG ID 0 PG GUID 0(default_pg)"
 
@@ -179,13 +179,13 @@ def test_whoever_is_absent_is_found_in_any_order(
     said = Waiting()
     for rank, line in lines:
         said.read(line, rank)
-    (finding,) = waiting.findings(said, range(ranks))
+    (finding,) = watchdog_state.findings(said, range(ranks))
     assert finding.data["absent"] == sorted(absent)
     assert finding.data["waiting"] == sorted(set(range(ranks)) - absent)
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "MOST", 20)
+    monkeypatch.setattr(watchdog_state, "MOST", 20)
     said = Waiting()
     for rank in range(100):
         said.read(timed_out(rank, 8), rank)

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.guard.crash import different_calls, read_crash, with_crash
 from lockstep.guard.dead_peers import describe
-from lockstep.rundir.names import stack_file
+from lockstep.rundir.constants import stack_file
 from tests.unit.guard.boxes import BACKWARD, GATHER, box
 
 ALL_REDUCE = (

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from lockstep.blackbox.box import Box
 from lockstep.blackbox.peers import box_path
 from lockstep.config.signed_store import SignedStore
-from lockstep.guard import exchange, pace
+from lockstep.guard import node_exchange, straggler
 from lockstep.guard.watcher import Watcher
-from lockstep.rundir.place import RunDirectory
+from lockstep.rundir.layout import RunDirectory
 
 ALONE = (0.001, 0.004, 0.005, 0.020, 0.0005, 0.0)
 WAITS = (0.001, 0.004, 0.005, 0.065, 0.0500, 0.0)
@@ -68,7 +68,7 @@ class Cluster:
                 pid=os.getpid(),
                 device="cpu",
             )
-            for _ in range(pace.STEPS + 1):
+            for _ in range(straggler.STEPS + 1):
                 box.pace(*step)
 
     def look(self, times: int = 4) -> None:
@@ -92,8 +92,8 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setattr(exchange, "PATIENCE", 20.0)
-    monkeypatch.setattr(pace, "SETTLE", 0.0)
+    monkeypatch.setattr(node_exchange, "PATIENCE", 20.0)
+    monkeypatch.setattr(straggler, "SETTLE", 0.0)
     made = Cluster(tmp_path)
     until = time.monotonic() + 20
     while made.calls.count("wait") < NODES and time.monotonic() < until:

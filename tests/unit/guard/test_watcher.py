@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.guard import watcher
 from lockstep.guard.watcher import Found, Watcher
-from lockstep.rundir.place import RunDirectory
+from lockstep.rundir.layout import RunDirectory
 
 
 def test_a_look_that_fails_is_told_once_and_the_next_one_is_made(

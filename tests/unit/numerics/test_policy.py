@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from lockstep import Accelerator, ConfigError, GradScalerKwargs, NumericsError
-from lockstep.numerics.late import Late
+from lockstep.numerics.async_check import Late
 from lockstep.numerics.policy import gradient_screen
 
 pytestmark = pytest.mark.usefixtures("alone")

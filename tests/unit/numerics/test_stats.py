@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.debug_utils import detect_overflow
 from lockstep.numerics import stats
-from lockstep.numerics.ranges import near_edge, range_named, range_of
+from lockstep.numerics.dtype_limits import near_edge, range_named, range_of
 from lockstep.numerics.stats import ALWAYS, CHUNK, NEVER, WHERE_SEEN, Numbers, Pending, fetch, measure
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from lockstep.config import limits
+from lockstep.config import cgroups
+from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.situation import Situation
-from lockstep.launch.machine import usable_cores
+from lockstep.launch.host import usable_cores
 
 
 def cores(situation: Situation) -> Finding:
     """Whether there is a core for each rank."""
     present = os.cpu_count() or 1
     tied = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else present
-    share, usable = limits.cores(), usable_cores()
+    share, usable = cgroups.cores(), usable_cores()
     data = {"present": present, "affinity": tied, "cgroup": share, "usable": usable}
     reasons = [f"{present} present"]
     if tied < present:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.doctor.checks.memory import gib
+from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.situation import Situation
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SMI_SECONDS = 15.0

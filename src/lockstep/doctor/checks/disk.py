@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from lockstep.doctor.checks.memory import gib
+from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.situation import Situation
 
 _LITTLE = 5 << 30
 _NOTHING = 200 << 20

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 
+from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.situation import Situation
 from lockstep.topology.kernel import old_kernel_warning
 
 

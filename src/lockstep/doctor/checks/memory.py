@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 
-from lockstep.config import limits
+from lockstep.config import cgroups
+from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.situation import Situation
 
 SHARED = "/dev/shm"
 _ENOUGH = 1 << 30
@@ -44,7 +44,7 @@ def allowed(situation: Situation) -> Finding:
     """The memory limit of the control groups: what is above it is killed without a word."""
     import psutil
 
-    limit, memory = limits.memory(), psutil.virtual_memory()
+    limit, memory = cgroups.memory(), psutil.virtual_memory()
     data = {"limit": limit, "total": memory.total, "available": memory.available}
     limited = limit is not None and limit < memory.total
     said = f"{gib(memory.available)} available of {gib(memory.total)}"

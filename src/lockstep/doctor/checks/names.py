@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 
 from lockstep.config import interfaces
+from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.situation import Situation
 
 
 def own(situation: Situation) -> Finding:

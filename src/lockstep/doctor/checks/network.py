@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from lockstep.config import interfaces
 from lockstep.config.interfaces import Choice, Interface
 from lockstep.config.network import route_to
+from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.situation import Situation
 from lockstep.errors import ConfigError
 
 

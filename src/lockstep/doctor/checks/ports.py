@@ -9,9 +9,9 @@ from typing import Any
 
 from lockstep.config import interfaces
 from lockstep.config.network import REFUSED, knock
+from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.situation import Situation
-from lockstep.launch.machine import is_free, next_free
+from lockstep.launch.host import is_free, next_free
 
 _CONNECT = 3.0
 

@@ -7,8 +7,8 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.situation import Situation
 
 _FILES = 4096
 _LOCKED = 64 << 20

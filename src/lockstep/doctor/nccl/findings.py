@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lockstep.doctor.finding import Finding, Status
-from lockstep.doctor.nccl import waiting
-from lockstep.doctor.nccl.story import Communicator, Problem, Story
-from lockstep.rundir.ranks import name_ranks, number_ranks
+from lockstep.doctor.nccl import watchdog_state
+from lockstep.doctor.nccl.log_summary import Communicator, Problem, Story
+from lockstep.rundir.format_ranks import name_ranks, number_ranks
 
 _NOT_SHARED = ("lo", "docker", "veth", "virbr", "cni", "br-")
 """Interfaces that begin so lead nowhere outside their machine."""
@@ -37,7 +37,7 @@ def findings(story: Story) -> list[Finding]:
         *_transports(story),
         *_shape(story),
         *_settings(story),
-        *waiting.findings(story.waiting, story.seen),
+        *watchdog_state.findings(story.waiting, story.seen),
         *_problems(story),
     ]
 

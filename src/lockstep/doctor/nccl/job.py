@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep.doctor import started
+from lockstep.doctor import subprocess_launch
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.nccl.read import Reading, read
-from lockstep.rundir import names, place
+from lockstep.rundir import constants, layout
 
 FOLDER = "nccl"
 """NCCL's logs in the run directory."""
@@ -36,18 +36,18 @@ class Ran:
 
 def run(words: Sequence[str], environ: Mapping[str, str], output: TextIO | None = None) -> Ran:
     """Start ``lockstep launch`` with these words, wait for it, and read; ``output`` takes what the job prints."""
-    directory = place.make(environ.get(names.VARIABLE), None)
+    directory = layout.make(environ.get(constants.VARIABLE), None)
     folder = directory.path / FOLDER
     try:
         if directory.note:
             print(directory.note, file=sys.stderr)
         folder.mkdir(mode=0o700, exist_ok=True)
         before = set(folder.iterdir())
-        code = started.launch(
-            words, {**environ, **variables(folder, environ), names.VARIABLE: str(directory.path)}, output
+        code = subprocess_launch.launch(
+            words, {**environ, **variables(folder, environ), constants.VARIABLE: str(directory.path)}, output
         )
     finally:
-        place.sign_out(directory)
+        layout.sign_out(directory)
     written = sorted(file for file in folder.iterdir() if file not in before)
     # What torch says about NCCL goes to the ranks' own output.
     printed = sorted(file for file in directory.logs.glob("**/rank_*.err") if file.stat().st_size)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lockstep.doctor.finding import Finding, Status, exit_code
-from lockstep.doctor.nccl import findings as words
+from lockstep.doctor.nccl import findings as log_findings
 from lockstep.doctor.nccl import knowledge
+from lockstep.doctor.nccl.log_parser import Teller
+from lockstep.doctor.nccl.log_summary import Story
 from lockstep.doctor.nccl.message import HINTS
 from lockstep.doctor.nccl.reader import Log, Progress, UnreadableLog, logs_of
-from lockstep.doctor.nccl.story import Story
-from lockstep.doctor.nccl.teller import Teller
 
 Watch = Callable[[Log], Progress]
 """Is called with each log before it is read, and gives what is told of the progress."""
@@ -63,7 +63,7 @@ def read(named: Sequence[str], watch: Watch | None = None, logs: Sequence[Log] =
                 fix="Start the job with NCCL_DEBUG=INFO, or from here: lockstep doctor nccl --run -- train.py",
             )
         )
-    return Reading(logs=tuple(names), story=story, findings=[*findings, *words.findings(story)])
+    return Reading(logs=tuple(names), story=story, findings=[*findings, *log_findings.findings(story)])
 
 
 def _add(teller: Teller, log: Log, progress: Progress | None) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.doctor.net.meeting import Meeting
 from lockstep.doctor.net.results import Link, Point
 from lockstep.doctor.net.schedule import Pair
+from lockstep.doctor.net.store_channel import Meeting
 from lockstep.doctor.net.units import amount
 from lockstep.errors import first_line
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.config import interfaces, limits
+from lockstep.config import cgroups, interfaces
 from lockstep.config.network import route_to
 from lockstep.doctor.checks import cpu
 from lockstep.doctor.net.results import Member
-from lockstep.doctor.net.wire import Listener
+from lockstep.doctor.net.tcp_probe import Listener
 from lockstep.topology.topology import Topology
 
 
@@ -57,7 +57,7 @@ def introduce(
         speed=0 if holder is None or holder.is_loopback else holder.speed,
         mtu=0 if holder is None else holder.mtu,
         cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (),
-        share=limits.cores(),
+        share=cgroups.cores(),
         threads=cpu.told_threads(environ),
         versions=versions(script),
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.config import interfaces
 from lockstep.config.network import route_to
-from lockstep.doctor.net import wire
+from lockstep.doctor.net import tcp_probe
 from lockstep.doctor.net.results import Contact, Link, Member
 from lockstep.doctor.net.schedule import Pair
 
@@ -48,7 +48,7 @@ def _try(own: Member, peer: Member, keep: Container[int]) -> tuple[Contact | Non
         line, error = _dial(own, peer, peer.address or "")
     if line is not None:
         if peer.rank not in keep:
-            wire.hang_up(line)
+            tcp_probe.hang_up(line)
         return None, line if peer.rank in keep else None
     contact = Contact(
         source=own.rank,
@@ -68,7 +68,7 @@ def _dial(own: Member, peer: Member, address: str) -> tuple[socket.socket | None
         # To dial it would reach this machine itself.
         return None, f"{address} means the machine itself, and cannot be reached from another one"
     try:
-        return wire.dial(address, peer.port, peer.token, own.rank, CONNECT), ""
+        return tcp_probe.dial(address, peer.port, peer.token, own.rank, CONNECT), ""
     except TimeoutError:
         return None, f"no answer within {CONNECT:g} s"
     except OSError as error:
@@ -92,7 +92,7 @@ def _other_way(own: Member, peer: Member) -> str:
     found = ""
     for (name, _), line in zip(ways, lines, strict=True):
         if line is not None:
-            wire.hang_up(line)
+            tcp_probe.hang_up(line)
             found = found or name
     return found
 
@@ -115,22 +115,22 @@ def measure(line: socket.socket, *, own: int, peer: int, pings: int, target: flo
     doing = "small messages were sent"
     try:
         line.settimeout(SILENCE)
-        wire.ping(line)  # the first one wakes the other side up
-        trips = [wire.ping(line) for _ in range(pings)]
+        tcp_probe.ping(line)  # the first one wakes the other side up
+        trips = [tcp_probe.ping(line) for _ in range(pings)]
         shortest = min(trips)
         found["latency"] = statistics.median(seconds for seconds, _ in trips) / 2
         found["offset"] = shortest[1] if own == a else -shortest[1]
         found["uncertain"] = shortest[0] / 2
         for source, to in ((own, peer), (peer, own)):
             doing = f"rank {source} sent larger ones to rank {to}; small messages pass"
-            value = wire.rate(line, take=source == peer, target=target)
+            value = tcp_probe.rate(line, take=source == peer, target=target)
             if target > 0:
                 found["forth" if source == a else "back"] = value
-        away, here = wire.sent_again(line)
+        away, here = tcp_probe.sent_again(line)
         found["lost_forth"], found["lost_back"] = (away, here) if own == a else (here, away)
     except (OSError, EOFError) as error:
         why = f"{SILENT} for {SILENCE:g} s" if isinstance(error, TimeoutError) else str(error)
         line.close()  # without a word, which would wait for what was not taken
         return Link(a=a, b=b, error=f"{why} while {doing}", **found)
-    wire.hang_up(line)
+    tcp_probe.hang_up(line)
     return Link(a=a, b=b, **found)

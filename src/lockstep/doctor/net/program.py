@@ -18,12 +18,13 @@ from pathlib import Path
 
 from lockstep.config import env, resolve
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.net import collective, facts, judge, links, machines, quality, schedule
+from lockstep.doctor.net import collective, facts, links, machines, quality, schedule
+from lockstep.doctor.net import findings as network_findings
 from lockstep.doctor.net.collective import Collective, Stuck
-from lockstep.doctor.net.meeting import Meeting, read_all
 from lockstep.doctor.net.results import Contact, Link, Member, Outcome, Point, Report
 from lockstep.doctor.net.schedule import Pair
-from lockstep.doctor.net.wire import Listener
+from lockstep.doctor.net.store_channel import Meeting, read_all
+from lockstep.doctor.net.tcp_probe import Listener
 from lockstep.errors import LockstepError, TopologyError
 from lockstep.topology.topology import Topology, discover
 
@@ -210,7 +211,7 @@ class _Run:
             return named
         seen = [members[rank] for rank in sorted(members)]
         so_far = Report(members=seen, contacts=contacts)
-        bad = [finding for finding in judge.connections(so_far) if finding.status == "error"]
+        bad = [finding for finding in network_findings.connections(so_far) if finding.status == "error"]
         new = [finding for finding in bad if frozenset(finding.data["hosts"]) not in named]
         if new:
             self.alarm(new)
@@ -360,7 +361,7 @@ def merged(told: Sequence[Link]) -> list[Link]:
 def judged(report: Report, *, brief: bool = False) -> list[Finding]:
     """The findings of the machines, then those of the network; ``brief`` for the screen."""
     own = list(machines.findings(report.members))
-    return [*(machines.brief(own) if brief else own), *judge.findings(report)]
+    return [*(machines.brief(own) if brief else own), *network_findings.findings(report)]
 
 
 def cannot_start(error: LockstepError, rank: int) -> Finding:

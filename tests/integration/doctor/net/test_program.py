@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import program
-from lockstep.doctor.net.meeting import Meeting
 from lockstep.doctor.net.results import Member, Report
-from lockstep.doctor.net.wire import Listener
+from lockstep.doctor.net.store_channel import Meeting
+from lockstep.doctor.net.tcp_probe import Listener
 from lockstep.errors import TopologyError
 from lockstep.topology.topology import Topology
 

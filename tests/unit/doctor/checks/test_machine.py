@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.config import interfaces, limits
+from lockstep.config import cgroups, interfaces
 from lockstep.config.interfaces import Interface
 from lockstep.doctor.checks import cpu, devices, disk, kernel, memory, names, network, ports, ulimits
+from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.situation import Situation
 
 LO = Interface(name="lo", up=True, addresses=("127.0.0.1",))
 ETH = Interface(name="eth0", up=True, addresses=("192.0.2.7",), speed=1000)
@@ -49,12 +49,12 @@ def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_memory_limit_of_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "memory", lambda: 3 << 30)
+    monkeypatch.setattr(cgroups, "memory", lambda: 3 << 30)
     assert "the control group allows 3.0 GiB" in memory.allowed(Situation()).what
     tight = memory.allowed(Situation(processes=4))
     assert tight.status == "warning"
     assert "for 4 processes" in tight.what
-    monkeypatch.setattr(limits, "memory", lambda: None)
+    monkeypatch.setattr(cgroups, "memory", lambda: None)
     assert "no control group" in memory.allowed(Situation()).what
 
 

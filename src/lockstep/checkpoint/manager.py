@@ -1,0 +1,255 @@
+"""Checkpoints of one accelerator's whole state: what is in them, where they are, and what goes with each."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed import DistError
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.checkpoint import commit, discovery, exchange, load, save, save_rendezvous, state
+from lockstep.checkpoint.background import Background, Bar
+from lockstep.checkpoint.disk import Disk
+from lockstep.checkpoint.load import Outcome, Request
+from lockstep.checkpoint.save import Mark, Site, Wish
+from lockstep.checkpoint.state import Content, Objects
+from lockstep.checkpoint.unwrap import inner_model
+from lockstep.errors import ConfigError
+from lockstep.logging import get_notices
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.checkpoint_methods import SavesState
+
+SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
+LoadHook = Callable[[list[nn.Module], str], Any]
+
+
+class Keeper:
+    """Saves and loads what an accelerator has prepared."""
+
+    def __init__(self, owner: SavesState) -> None:
+        self._owner = owner
+        self.custom: list[Any] = []
+        """What else is saved: objects that were registered."""
+        self.disk = Disk()
+        """Where files are written."""
+        self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self._background = Background()
+        self._was_alone = self._argument_reported = False
+
+    def before_save(self, hook: SaveHook) -> RemovableHandle:
+        """Have it called before each save."""
+        return _add(self._save_hooks, hook)
+
+    def before_load(self, hook: LoadHook) -> RemovableHandle:
+        """Have it called before each load."""
+        return _add(self._load_hooks, hook)
+
+    # --- saving ------------------------------------------------------------------------------------------------
+
+    def save(self, output_dir: str | os.PathLike[str] | None, *, safe: bool, blocking: bool, durable: bool) -> str:
+        """Called on: all ranks. Save everything; the folder."""
+        self.wait()
+        owner = self._owner
+        group, project = owner._group, owner.project_configuration
+        with self._in_phase("checkpoint"):
+            absent = save_rendezvous.find_absent(group)
+            alone = bool(absent)
+            if alone and group.rank != 0:
+                return ""  # the main process saves, and this rank has nothing to add to it any more
+            wish = Wish(project=project, output_dir=output_dir, safe=safe, durable=durable, alone=alone)
+            site = Site(topology=owner._topology, disk=self.disk, wish=wish)
+            talk = save_rendezvous.by_one if alone else exchange.by_collective(group)
+            save.begin(site, talk)
+            if output_dir is not None and project.automatic_checkpoint_naming and not self._argument_reported:
+                self._argument_reported = True
+                get_notices("lockstep.checkpoint").warning(
+                    f"save_state({os.fspath(output_dir)!r}) saves to {site.place}: automatic_checkpoint_naming=True "
+                    "names the folders, and the argument is not used. Leave out one of the two."
+                )
+            mark = self._mark()
+            content, failure = Content(), None
+            try:
+                content = self._capture(site)
+                content = content if blocking else content.to_host()
+            except Exception as error:  # told to the other ranks in their next exchange, which they are waiting in
+                failure = error
+            if blocking:
+                self._finish(site, content, talk, mark, failure)
+            else:
+                through = save_rendezvous.by_one if alone else exchange.StoreExchange(group, site.ticket)
+                self._background.start(lambda: self._finish(site, content, through, mark, failure))
+            if site.number is not None:
+                project.iteration = site.number + 1
+        if alone:
+            self._log_alone(site, absent)
+        return str(site.place)
+
+    def _log_alone(self, site: Site, absent: dict[int, str]) -> None:
+        notices = get_notices("lockstep.checkpoint")
+        where = "; ".join(f"rank {rank} {doing}" for rank, doing in absent.items())
+        text = f"{site.place} was saved by the main process alone ({where})."
+        if self._was_alone:
+            notices.info(text)
+            return
+        self._was_alone = True
+        notices.warning(
+            f"{text} It lacks the random states of the other ranks, their places in stateful loaders and the gradients "
+            "of an open accumulation window: a run that resumes from it does not continue bit for bit. Call "
+            "save_state() on all ranks for that."
+        )
+
+    def _finish(
+        self,
+        site: Site,
+        content: Content,
+        talk: exchange.Exchange,
+        mark: Mark,
+        failure: Exception | None,
+    ) -> None:
+        bar = Bar(f"saving {site.place.name}", content.nbytes(), self._owner._topology.is_main)
+        site.moved = bar.moved
+        try:
+            save.finish(site, content, talk, mark, failure)
+        except DistError as error:  # in the background, of the store: the rank that hosts it has ended
+            raise self._owner._group.explain(error, "saving a state") from None
+        finally:
+            bar.close()
+
+    def _mark(self) -> Mark:
+        owner, box = self._owner, self._owner._group.box
+        generation, number, _ = box.mark()
+        names, sums = owner._strategy.checksums()
+        return Mark(generation=generation, number=number, digest=box.digest(), checksums=sums, names=tuple(names))
+
+    def _capture(self, site: Site) -> Content:
+        owner, objects = self._owner, self._objects()
+        models: list[dict[str, Any]] = [model.state_dict() for model in objects.models]
+        for hook in self._save_hooks.values():
+            hook(owner._models, models, str(site.folder))
+        files = state.own_files(objects)
+        if not site.is_home:
+            return Content(files=files)
+        record = None if owner._record is None else owner._record.to_dict()
+        files = {**state.common_files(objects), **files}
+        counters = {**state.counters(objects, owner._updates, record), "alone": site.wish.alone}
+        return Content(weights=models, files=files, counters=counters)
+
+    def wait(self) -> None:
+        """Until a save in the background has ended; raises what it failed with."""
+        self._background.wait()
+
+    # --- loading -----------------------------------------------------------------------------------------------
+
+    def load(self, input_dir: str | os.PathLike[str] | None, *, trusted: bool, strict: bool) -> str | None:
+        """Called on: all ranks. Load everything; the folder it came from, None when there is none yet."""
+        self.wait()
+        owner = self._owner
+        request = Request(**self._where(input_dir), trusted=trusted, strict=strict)
+        with self._in_phase("loading a checkpoint"):
+            talk = exchange.by_collective(owner._group)
+            outcome = load.load(request, self._objects(), owner._topology, talk, self._to_load)
+            owner._strategy.restart()
+        notices = get_notices("lockstep.checkpoint")
+        if outcome is None:
+            notices.info(f"There is no checkpoint in {request.place} yet: starting from the beginning.")
+            return None
+        for line in outcome.skipped:
+            notices.warning(line)
+        if commit.pending(outcome.folder) is not None:
+            notices.warning(commit.reads_pending(outcome.folder))
+        self._adopt(outcome, notices)
+        return str(outcome.folder)
+
+    def _where(self, input_dir: str | os.PathLike[str] | None) -> dict[str, Any]:
+        if input_dir is not None:
+            place = Path(os.path.abspath(os.path.expanduser(input_dir)))
+            many = place.is_dir() and discovery.look(place).manifest is None and bool(commit.numbered(place))
+            return {"place": place, "many": many}
+        project = self._owner.project_configuration
+        if not project.automatic_checkpoint_naming:
+            raise ConfigError(
+                "load_state() was given no folder. Pass one, or use ProjectConfiguration(project_dir=…, "
+                "automatic_checkpoint_naming=True)."
+            )
+        return {"place": save.checkpoints_folder(project), "many": True}
+
+    def _to_load(self, folder: Path) -> list[nn.Module]:
+        """The models whose weights are to be read from the folder, when hooks have taken theirs."""
+        models = list(self._owner._models)
+        for hook in self._load_hooks.values():
+            hook(models, str(folder))
+        return [inner_model(self._owner.unwrap_model(model)) for model in models]
+
+    def _adopt(self, outcome: Outcome, notices: Any) -> None:
+        """Take over counters, and say what is not as it was."""
+        owner, saved = self._owner, outcome.loaded.counters
+        project = owner.project_configuration
+        if outcome.number is not None and project.automatic_checkpoint_naming:
+            newest = max((number for number, _ in commit.numbered(outcome.folder.parent)), default=outcome.number)
+            project.iteration = max(newest, outcome.number) + 1
+        if saved is None:
+            notices.warning(
+                f"{outcome.folder} has no manifest: it was not made by lockstep, and its files were not verified. "
+                "Where the loaders stood is not known; they begin a new epoch."
+            )
+            return
+        owner._updates = saved["updates"]
+        owner._group.box.step(owner._updates)
+        before = saved["world_size"]
+        notices.info(
+            f"Loaded {outcome.folder}, saved after {owner._updates} updates on {before} process{'es' * (before != 1)}."
+        )
+        if outcome.loaded.left_out:
+            notices.warning(
+                f"This script has prepared other objects than the one that saved {outcome.folder.name}. Not restored: "
+                f"{'; '.join(outcome.loaded.left_out)}. To resume training, prepare the same objects in the same order "
+                "before load_state(); to evaluate, nothing is missing."
+            )
+        if outcome.derived_seed is not None:
+            notices.warning(
+                f"Rank {owner._topology.rank} was not there when {outcome.folder.name} was saved on {before} "
+                f"process{'es' * (before != 1)}: its generators start from seed {outcome.derived_seed}, which follows "
+                "from rank 0's.",
+                main_process_only=False,
+            )
+        owner._loaded_run = saved.get("run")
+
+    def _objects(self) -> Objects:
+        owner = self._owner
+        return Objects(
+            models=[inner_model(owner.unwrap_model(model)) for model in owner._models],
+            optimizers=owner._optimizers,
+            schedulers=owner._schedulers,
+            loaders=owner._dataloaders,
+            scaler=owner.scaler,  # type: ignore[attr-defined]
+            custom=self.custom,
+            window=owner._accumulation,
+            parameters=owner._parameters(),
+            device=owner._topology.device,
+            rank=owner._topology.rank,
+            world_size=owner._topology.world_size,
+        )
+
+    @contextmanager
+    def _in_phase(self, name: str) -> Iterator[None]:
+        """Let the guard see what this rank does."""
+        box = self._owner._group.box
+        box.phase(name, site=True)
+        try:
+            yield
+        finally:
+            box.phase("")
+
+
+def _add(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

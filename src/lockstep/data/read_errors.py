@@ -1,0 +1,69 @@
+"""What a failure to read data says: the rank, the samples, the user's own traceback."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from lockstep.data.global_batch import Round, name_samples
+from lockstep.errors import PeerFailure
+from lockstep.topology.group import Group
+
+_TOLD = "_lockstep_told"
+
+
+def tell(error: Exception, group: Group, round_: Round | None) -> None:
+    """Add to an error which samples were being read, and free the ranks that will wait for this one."""
+    if isinstance(error, PeerFailure) or getattr(error, _TOLD, False):
+        return  # who failed has told everybody
+    at = _culprit(error.__traceback__)
+    ids = [at] if at is not None else list(round_.ids) if round_ is not None else []
+    what = f"reading {name_samples(ids)}" if ids else "reading data"
+    with suppress(AttributeError):  # Python 3.10 has no notes, and some exceptions no room for attributes
+        setattr(error, _TOLD, True)
+        error.add_note(f"(Lockstep: rank {group.rank} was {what}.)")  # type: ignore[attr-defined]
+    if group.world_size > 1 and not group.scopes:
+        details = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        with suppress(RuntimeError):  # the store may be gone; the user's own error is the one to show
+            group.end(f"{what}: {_line(error)}", leaving=True, details=details)
+
+
+def of_lost_worker(error: Exception, batches: Any) -> Exception:
+    """The error that names a worker of torch's loader that died while it handed a batch over; else the error itself.
+
+    Torch names a worker that it finds dead while it waits. The connection to one that dies a moment later breaks with
+    an error that says nothing of it.
+    """
+    if not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) or "worker process" in str(error):
+        return error
+    lost = [(worker.pid, worker.exitcode) for worker in getattr(batches, "_workers", ()) if worker.exitcode]
+    if not lost:
+        return error
+    pid, code = lost[0]
+    how = f"was killed by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"exited with code {code}"
+    return RuntimeError(
+        f"DataLoader worker (pid {pid}) {how} while it handed over a batch. If nobody killed it, memory is the first "
+        "suspect: look for the out-of-memory killer in `dmesg`, and at the size of /dev/shm."
+    )
+
+
+def _line(error: Exception) -> str:
+    """The error in one line; one that comes out of a worker process holds its traceback, and ends with it."""
+    text = str(error).strip().splitlines()
+    if text and text[0].startswith("Caught ") and "worker process" in text[0]:
+        return text[-1]
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _culprit(trace: TracebackType | None) -> Any:
+    """The index that torch was reading in this process, from the frame of its fetcher."""
+    found = None
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_filename.endswith("fetch.py") and "idx" in frame.f_locals:
+            found = frame.f_locals["idx"]
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,319 @@
+"""A diagnosis in words: one box for the terminal, with what the user's script says about the lines in it."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lockstep.guard import remedies
+from lockstep.guard.diagnosis import Diagnosis, Place
+from lockstep.guard.rank_location import RANGES, span, state, user_frames
+from lockstep.guard.source import Loop, Reader, Setting, read_lines, setting, split
+from lockstep.rundir.format_ranks import name_ranks, number_ranks
+from lockstep.rundir.printable import printable
+
+WIDTH = 96
+"""Columns of the box."""
+_LINES = 25
+_PLACES = 5
+"""Groups of ranks that are shown; more are counted."""
+_INDENT = 10
+
+
+def explain(diagnosis: Diagnosis, source: Reader = read_lines) -> str:
+    """The box for the terminal. ``source`` gives the lines of a file of the user's."""
+    found = understand(diagnosis, source)
+    first = f"{found.lead} {found.headline}" if found.lead and found.certain else found.headline
+    lines = [_rule(f"lockstep guard: {_title(found)}"), *_wrap(first), ""]
+    lines += _arguments(found) if found.kind == "different arguments" else _places("Waiting", found.waiting, source)
+    lines += _places("Missing", found.missing, source)
+    lines += _entry("Together", f"last in {found.together}" if found.together else "not yet, in no collective")
+    closing = [*_entry("Cause", found.cause), *_entry("Fix", found.fix), *_entry("Job", _what_now(found))]
+    room = _LINES - len(closing) - 1
+    if len(lines) > room:
+        lines = [*lines[: room - 1], f"{'':{_INDENT}}… (diagnosis.json in the run directory has all of it)"]
+    return printable("\n".join([*lines, *closing, _rule()]))
+
+
+def to_json(diagnosis: Diagnosis, source: Reader = read_lines) -> str:
+    """The same for programs."""
+    return json.dumps(understand(diagnosis, source).to_dict(), indent=1)
+
+
+# --- what the script says ------------------------------------------------------------------------------------------
+
+
+def understand(diagnosis: Diagnosis, source: Reader = read_lines) -> Diagnosis:
+    """The diagnosis, with cause and fix as the user's script shows them."""
+    found = _looked_closer(diagnosis, source)
+    why = _why(found, source)
+    if why is None or why.cause == found.cause:
+        return found
+    if "recovering" in found.cause and "recovering" not in why.cause:
+        why = remedies.recovering(why)
+    return replace(found, cause=why.cause, fix=why.fix, lead=why.lead)
+
+
+def _looked_closer(diagnosis: Diagnosis, source: Reader) -> Diagnosis:
+    """Say what a missing rank does where its line shows it."""
+    missing = tuple(_closer(place, source) for place in diagnosis.missing)
+    headline = diagnosis.headline
+    for before, after in zip(diagnosis.missing, missing, strict=True):
+        headline = headline.replace(state(before), state(after))
+    return replace(diagnosis, missing=missing, headline=headline)
+
+
+def _closer(place: Place, source: Reader) -> Place:
+    if not place.site or not re.match(r"are (in (?!a debugger)|outside of any|computing in)", place.doing):
+        return place
+    there = setting(place.site, source)
+    loading = place.doing == "are in the data loader"
+    if re.search(r"\bsleep\(", there.text):
+        return replace(place, doing=f"{place.doing} (time.sleep)" if loading else "are in time.sleep")
+    if re.search(r"\binput\(", there.text):
+        return replace(place, doing="are waiting for input from the keyboard")
+    loop = there.loops[0] if there.loops else None
+    if not loading and loop is not None and loop.endless and not _trains(loop, place, source):
+        return replace(place, doing=f"are in the loop `{_cut(loop.text, 40)}` (line {loop.line})")
+    return place
+
+
+def _trains(loop: Loop, place: Place, source: Reader) -> bool:
+    """Whether a loop is the one of the training: to be in it is nothing special."""
+    lines = source(split(place.site)[0])[loop.line - 1 : loop.last]
+    return any(re.search(r"\baccelerator\b|\bbackward\(|\bdist\.|\.step\(", line) for line in lines)
+
+
+def _why(diagnosis: Diagnosis, source: Reader) -> remedies.Why | None:
+    if diagnosis.recorded or diagnosis.kind in ("different arguments", "all wait"):
+        return None
+    settings = {place: _on_the_way(place, diagnosis, source) for place in (*_calls(diagnosis), *diagnosis.missing)}
+    if diagnosis.kind in ("different ops", "raw"):
+        opposite = _opposite(diagnosis.waiting, settings, source)
+        if opposite is not None:
+            return opposite
+    if diagnosis.kind != "gone" or all("finished" in place.doing for place in diagnosis.missing):
+        for place in _calls(diagnosis):
+            site, there = settings[place]
+            if _leaves_loop(there):
+                return _left_before(place, site, there, diagnosis)
+            if there.condition:
+                return _under_condition(place, site, there)
+    if diagnosis.kind == "different ops":
+        return _left_loop(diagnosis.waiting, settings)
+    if diagnosis.kind == "missing":
+        return _stuck(diagnosis.missing, settings)
+    return None
+
+
+def _calls(diagnosis: Diagnosis) -> tuple[Place, ...]:
+    """Where calls were made; first where they may have begun to differ."""
+    return (*diagnosis.apart, *diagnosis.waiting)
+
+
+def _on_the_way(place: Place, diagnosis: Diagnosis, source: Reader) -> tuple[str, Setting]:
+    """The line of a place, or the line of one of its callers that only some ranks come to."""
+    rank = next((rank for rank in place.ranks if rank in diagnosis.stacks), None)
+    callers = user_frames(diagnosis.stacks[rank]) if rank is not None else []
+    first = setting(place.site, source)
+    if first.condition:
+        return place.site, first
+    for site, _ in callers:
+        there = setting(site, source)
+        if there.condition:
+            return site, there
+    return place.site, first
+
+
+def _under_condition(place: Place, site: str, there: Setting) -> remedies.Why:
+    call = _call(place)
+    where = f"{place.site} is" if site == place.site else f"The way to {place.site} leads over {site},"
+    return remedies.Why(
+        lead=f"{_sentence(name_ranks(place.ranks, RANGES))} called {call} at {place.site}, which not every rank comes "
+        "to.",
+        cause=f"{where} {there.condition}: not every rank comes to it, but {call} needs every rank.",
+        fix=f"Call {call} on every rank, outside of that condition; keep inside it only what is done with the result "
+        "(printing, writing).",
+    )
+
+
+def _leaves_loop(there: Setting) -> bool:
+    """Whether ranks leave a loop before the line; but what follows ``if not is_main_process: return`` is work alone."""
+    inside = any(loop.line < there.choice <= loop.last for loop in there.loops)
+    return inside and there.leaves.partition(" ")[0] in ("break", "return") and "main_process" not in there.condition
+
+
+def _left_before(place: Place, site: str, there: Setting, diagnosis: Diagnosis) -> remedies.Why:
+    """Some ranks left a loop by a condition on the rank, and never came to the call that the others made."""
+    away = [one for one in (*diagnosis.waiting, *diagnosis.missing) if not set(one.ranks) & set(place.ranks)]
+    ranks = sorted({rank for one in away for rank in one.ranks})
+    who = _sentence(name_ranks(ranks, RANGES)) if ranks else "Another rank"
+    called = next((f" and called {_call(one)} at {one.site}" for one in away if one in diagnosis.waiting), "")
+    return remedies.Why(
+        lead=f"{who} left the loop by the `{there.leaves}` under {split(site)[0]}:{there.choice}{called}, while "
+        f"{name_ranks(place.ranks, RANGES)} went on with it.",
+        cause=f"{there.condition.removeprefix('after ')} holds on some ranks only. The others called {_call(place)} at "
+        f"{place.site}, which needs every rank.",
+        fix=remedies.STOP_TOGETHER,
+    )
+
+
+def _opposite(
+    places: Sequence[Place], settings: dict[Place, tuple[str, Setting]], source: Reader
+) -> remedies.Why | None:
+    """Whether each of two branches begins with the call that the other makes later."""
+    if len(places) != 2:
+        return None
+    (one, here), (other, there) = [(place, settings[place][1]) for place in places]
+    if not here.choice or here.choice != there.choice or _call(one) == _call(other):
+        return None
+    if not (_comes_later(_call(other), one, here, source) and _comes_later(_call(one), other, there, source)):
+        return None
+    return remedies.Why(
+        cause=f"The ranks call the same two in opposite order, in the two branches of line {here.choice}: "
+        f"{_call(one)} first at {one.site}, {_call(other)} first at {other.site}.",
+        fix="Let every rank make these calls in the same order.",
+    )
+
+
+def _comes_later(call: str, place: Place, there: Setting, source: Reader) -> bool:
+    path, line = split(place.site)
+    later = source(path)[line : there.branch[1]]
+    return any(f"{call}(" in text for text in later)
+
+
+def _left_loop(places: Sequence[Place], settings: dict[Place, tuple[str, Setting]]) -> remedies.Why | None:
+    """Whether some ranks are past a loop that others are still in."""
+    for inside in places:
+        path, _ = split(inside.site)
+        for loop in settings[inside][1].loops:
+            out = [place for place in places if split(place.site)[0] == path and split(place.site)[1] > loop.last]
+            if out:
+                return _out_of(loop, path, inside, out[0])
+    return None
+
+
+def _out_of(loop: Loop, path: str, inside: Place, out: Place) -> remedies.Why:
+    return remedies.Why(
+        lead=f"{_sentence(name_ranks(out.ranks, RANGES))} left the loop of {path}:{loop.line} and called {_call(out)} "
+        f"at {out.site}, while {name_ranks(inside.ranks, RANGES)} went on with it.",
+        cause=f"{_sentence(name_ranks(out.ranks, RANGES))} left the loop of line {loop.line} "
+        f"(`{_cut(loop.text, 50)}`) while {name_ranks(inside.ranks, RANGES)} went on with it: fewer batches "
+        "there, or a break on some ranks only.",
+        fix=f"{remedies.EVEN} {remedies.STOP_TOGETHER}",
+    )
+
+
+def _stuck(places: Sequence[Place], settings: dict[Place, tuple[str, Setting]]) -> remedies.Why | None:
+    for place in places:
+        who = _sentence(name_ranks(place.ranks, RANGES))
+        text = settings[place][1].text
+        if place.doing == "are in time.sleep":
+            return remedies.Why(
+                cause=f"{who} sleeps at {place.site} (`{_cut(text, 60)}`) while the others wait for it.",
+                fix="Do not sleep on one rank while others are in a collective; if it waits for something, let all.",
+            )
+        if "are in the loop" in place.doing:
+            return remedies.Why(
+                cause=f"{who} does not come out of a `while` loop, at {place.site}.",
+                fix="Look at what should end that loop on this rank; `lockstep stacks` shows whether it moves.",
+            )
+        if "keyboard" in place.doing:
+            return remedies.Why(cause=f"{who} asks a question that nobody sees.", fix="Ask before the job starts.")
+    for place in places:
+        site, there = settings[place]
+        if there.condition:
+            return remedies.Why(
+                cause=f"{_sentence(name_ranks(place.ranks, RANGES))} works alone ({site} is {there.condition}) while "
+                "the others wait. If that work ends, nothing is wrong.",
+                fix="Nothing, if it ends. To be told later, set LOCKSTEP_STALL_SECONDS higher.",
+            )
+    return None
+
+
+def _call(place: Place) -> str:
+    """ "wait in reduce(mean) #27" -> "reduce"."""
+    match = re.search(r"(?:in|left|refused|called) (?:torch's )?(\w+)", place.doing)
+    return match[1] if match else "the call"
+
+
+# --- the box -------------------------------------------------------------------------------------------------------
+
+
+def _title(diagnosis: Diagnosis) -> str:
+    if diagnosis.certain:
+        return "the ranks are out of step"
+    return f"ranks have been waiting for {span(diagnosis.seconds)}"
+
+
+def _what_now(diagnosis: Diagnosis) -> str:
+    if diagnosis.certain:
+        return "stopped: this cannot end by itself."
+    return "goes on: this may still end by itself."
+
+
+def _arguments(diagnosis: Diagnosis) -> list[str]:
+    """In the form that is known from Accelerate's guides, with a line for each group of ranks."""
+    title = remedies.title_of([place.detail for place in diagnosis.waiting if place.detail])
+    lines = [f"Operation: `lockstep.{_call(diagnosis.waiting[0])}`", f"{title}:"]
+    for place in diagnosis.waiting[:_PLACES]:
+        who = f"Process{'' if len(place.ranks) == 1 else 'es'} {number_ranks(place.ranks, RANGES)}"
+        verb = "left it already, " if "left" in place.doing else ""
+        end = f"  ({verb}at {place.site})" if place.site else ""
+        room = max(20, WIDTH - len(who) - len(end) - 6)
+        lines.append(f"  - {who}: {_cut(place.detail or 'no tensors', room)}{end}")
+    return [*lines, *_more(diagnosis.waiting)]
+
+
+def _places(title: str, places: Sequence[Place], source: Reader) -> list[str]:
+    lines: list[str] = []
+    for place in places[:_PLACES]:
+        detail = f" ({place.detail})" if place.detail else ""
+        lines += _entry(title if not lines else "", _cut(state(place) + detail, 3 * WIDTH))
+        text = setting(place.site, source).text if place.site else ""
+        if text:
+            lines.append(f"{'':{_INDENT}}  > {_cut(text, WIDTH - _INDENT - 4)}")
+    return [*lines, *_more(places)]
+
+
+def _more(places: Sequence[Place]) -> list[str]:
+    rest = [rank for place in places[_PLACES:] for rank in place.ranks]
+    if not rest:
+        return []
+    return _entry("", f"and {name_ranks(rest, RANGES)} at {len(places) - _PLACES} more places")
+
+
+def _entry(title: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"{title:{_INDENT}}",
+        subsequent_indent=" " * _INDENT,
+        break_on_hyphens=False,
+    )
+
+
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(_cut(text, 4 * WIDTH), WIDTH, break_on_hyphens=False)
+
+
+def _cut(text: str, room: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= room else f"{text[: room - 2]} …"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def boxed(title: str, text: str) -> str:
+    """A text that is no diagnosis, in a box like one."""
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, WIDTH, break_on_hyphens=False)]
+    return "\n".join([_rule(title), *lines, _rule()])
+
+
+def _rule(title: str = "") -> str:
+    return (f"──── {title} " if title else "").ljust(WIDTH, "─")

@@ -1,0 +1,203 @@
+"""What to say of a lack of memory that ends a rank: who, what for, what was free, what is large, what would help."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import OutOfMemory, PeerFailure
+from lockstep.memory.cache import free_device_memory, free_host_memory
+from lockstep.memory.oom_detect import is_out_of_memory, requested_bytes, root_of
+from lockstep.memory.sizes import in_words
+from lockstep.topology import current
+
+_SHOWN = 5
+"""How many of the largest tensors are told."""
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@dataclass(frozen=True)
+class _Large:
+    size: int
+    what: str
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the prepared models keep, in bytes."""
+
+    weights: int
+    gradients: int
+    states: int
+
+
+def advise(error: BaseException) -> str:
+    """The text for an error that ends this rank; empty when it is no lack of memory of its own."""
+    if not is_out_of_memory(error) or isinstance(root_of(error), PeerFailure):
+        return ""
+    session = current.peek()
+    accelerator = None if session is None else session.accelerator
+    if isinstance(error, OutOfMemory) and not getattr(accelerator, "_models", ()):
+        return ""  # a search that has ended: what it held is freed, and its own text has what to do and the result
+    device = torch.device("cpu") if session is None else session.topology.device
+    root = root_of(error)
+    on_host = device.type == "cpu" or isinstance(root, (MemoryError, OSError)) or "CPUAllocator" in str(root)
+    kept = _Kept(0, 0, 0)
+    large: list[_Large] = []
+    if accelerator is not None:
+        kept, large = _modules(accelerator)
+        mine = {id(parameter) for parameter in accelerator._parameters()}
+        large += _variables(error, mine)
+    rank = 0 if session is None else session.topology.rank
+    asked = requested_bytes(error)
+    free = free_host_memory() if on_host else free_device_memory(device)
+    lines = [
+        f"Out of memory on rank {rank} ({'host' if on_host else device}): "
+        + (f"tried to allocate {in_words(asked)}" if asked else "how much it asked for is not known")
+        + (f"; {in_words(free)} are free now." if free is not None else ".")
+    ]
+    if large:
+        lines.append("Largest tensors that Python can see (what autograd keeps for backward is not among them):")
+        lines += [
+            f"  {in_words(item.size):>10}  {item.what}" for item in sorted(large, key=lambda item: -item.size)[:_SHOWN]
+        ]
+    lines.append("What would help most:")
+    advice = list(_remedies(error, accelerator, kept, on_host, large))[:2]
+    lines += [f"  {number}. {text}" for number, text in enumerate(advice, 1)]
+    lines += [str(error).splitlines()[-1]] if isinstance(error, OutOfMemory) else []  # the result is what is read last
+    return "\n".join(lines)
+
+
+# --- what is large -----------------------------------------------------------------------------------------------
+
+
+def _modules(accelerator: Any) -> tuple[_Kept, list[_Large]]:
+    """What the modules of the prepared models keep: weights, gradients, the optimizer's state."""
+    states: dict[int, int] = {}
+    for optimizer in accelerator._optimizers:
+        for parameter, state in optimizer.state.items():
+            states[id(parameter)] = sum(_bytes(value) for value in state.values() if isinstance(value, Tensor))
+    found, totals = [], [0, 0, 0]
+    for model in accelerator._models:
+        plain = accelerator._strategy.unwrap(model)
+        for name, module in plain.named_modules():
+            sizes = _own(module, states)
+            if sum(sizes):
+                parts = [f"{label} {in_words(size)}" for label, size in zip(_LABELS, sizes, strict=True) if size]
+                found.append(_Large(sum(sizes), f"{name or type(plain).__name__} ({', '.join(parts)})"))
+                totals = [total + size for total, size in zip(totals, sizes, strict=True)]
+    return _Kept(*totals), found
+
+
+_LABELS = ("weights", "gradients", "optimizer")
+
+
+def _own(module: nn.Module, states: dict[int, int]) -> tuple[int, int, int]:
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    gradients = sum(_bytes(item.grad) for item in own if item.grad is not None)
+    return sum(map(_bytes, own)), gradients, sum(states.get(id(item), 0) for item in own)
+
+
+def _variables(error: BaseException, parameters: set[int]) -> list[_Large]:
+    """Tensors in the variables of the functions that the error came through."""
+    found: dict[int, _Large] = {}
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_filename.startswith(_OURS):
+            trace = trace.tb_next
+            continue
+        owner = trace.tb_frame.f_locals.get("self")
+        place = f"{type(owner).__name__}.{code.co_name}" if isinstance(owner, nn.Module) else code.co_name
+        for name, value in trace.tb_frame.f_locals.items():
+            for path, tensor in _tensors(name, value):
+                if id(tensor) not in parameters and tensor.device.type != "meta":
+                    shape = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+                    where = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno}"
+                    what = f"{path} {shape}, in {place} ({where})"
+                    found.setdefault(tensor.untyped_storage().data_ptr(), _Large(_bytes(tensor), what))
+        trace = trace.tb_next
+    return list(found.values())
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif type(value) in (list, tuple):
+        yield from ((f"{name}[{place}]", item) for place, item in enumerate(value) if isinstance(item, Tensor))
+    elif type(value) is dict:
+        yield from ((f"{name}[{key!r}]", item) for key, item in value.items() if isinstance(item, Tensor))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# --- what would help ---------------------------------------------------------------------------------------------
+
+
+def _remedies(error: BaseException, accelerator: Any, kept: _Kept, on_host: bool, large: list[_Large]) -> Iterator[str]:
+    """What to do about it in this run, the most useful first."""
+    text = str(root_of(error))
+    if "reserved by PyTorch but unallocated" in text and "expandable_segments" in text:
+        yield "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: memory is reserved in pieces too small for this."
+    models = [] if accelerator is None else accelerator._models
+    if models and not any(model.training for model in models) and _builds_graph(error):
+        yield "Evaluate under torch.no_grad(): the models are in eval mode, and yet a graph for backward is kept."
+    if "DataLoader worker" in text or _came_through(error, os.path.join("utils", "data")):
+        yield "It ran out while reading data: use fewer num_workers, or a smaller prefetch_factor or batch."
+    batch = _batch_size(accelerator)
+    if batch is not None and batch > 1:
+        steps = accelerator.gradient_accumulation_steps
+        yield (
+            f"Halve the batch and accumulate twice as often, which makes the same updates: batch_size={batch // 2}, "
+            f"gradient_accumulation_steps={steps * 2}. find_executable_batch_size(keep_effective_batch=True) and "
+            "accelerator.auto_microbatch find the size by themselves."
+        )
+    if kept.states > kept.weights and kept.states >= (requested_bytes(error) or 0) / 4:
+        yield (
+            f"Take an optimizer with a smaller state: it keeps {in_words(kept.states)} beside {in_words(kept.weights)} "
+            "of weights (SGD with momentum keeps as much as the weights, Adafactor far less)."
+        )
+    if not models:
+        yield "The model has not been prepared yet: load it in half precision, or take a smaller one."
+    if accelerator is not None and accelerator.mixed_precision == "no":
+        yield 'Compute in half precision, which about halves the activations: Accelerator(mixed_precision="bf16").'
+    if on_host and accelerator is not None and accelerator.num_processes > 1:
+        yield f"Start fewer than {accelerator.num_processes} processes: each has a copy of the model in host memory."
+    yield "Compute activations again in backward instead of keeping them: torch.utils.checkpoint in the largest blocks."
+    yield "Take a smaller model."
+
+
+def _batch_size(accelerator: Any) -> int | None:
+    """That of the first loader; the one that was iterated has been left by the error."""
+    sizes = (
+        [] if accelerator is None else [getattr(item, "total_batch_size", None) for item in accelerator._dataloaders]
+    )
+    return int(sizes[0]) // accelerator.num_processes if sizes and sizes[0] else None
+
+
+def _builds_graph(error: BaseException) -> bool:
+    trace = error.__traceback__
+    while trace is not None:
+        if any(isinstance(value, Tensor) and value.grad_fn is not None for value in trace.tb_frame.f_locals.values()):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _came_through(error: BaseException, folder: str) -> bool:
+    trace = error.__traceback__
+    while trace is not None:
+        if (
+            folder in trace.tb_frame.f_code.co_filename
+            and f"{os.sep}torch{os.sep}" in trace.tb_frame.f_code.co_filename
+        ):
+            return True
+        trace = trace.tb_next
+    return False

@@ -1,0 +1,126 @@
+"""What can be stored safely comes back as it was; what cannot is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pickle
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lockstep.checkpoint import hashing, safe_pickle
+from lockstep.checkpoint.disk import Disk
+from lockstep.errors import CheckpointError
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    max_leaves=12,
+)
+
+
+def through_file(value: Any, path: Path) -> Any:
+    path.unlink(missing_ok=True)
+    with hashing.pool() as pool, hashing.HashedFile(path, Disk(), pool, durable=False) as file:
+        safe_pickle.write(safe_pickle.pack(value, "it"), file)
+    return safe_pickle.unpack(safe_pickle.read(path), path)
+
+
+@given(PLAIN)
+def test_plain_values_come_back(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
+    assert through_file(value, tmp_path_factory.getbasetemp() / "plain.bin") == value
+
+
+def test_tensors_arrays_and_the_rest_come_back(tmp_path: Path) -> None:
+    value = {
+        "bf16": torch.randn(3).bfloat16(),
+        "numpy": np.arange(6, dtype=np.uint32).reshape(2, 3),
+        "empty": np.zeros((0, 2)),
+        "scalar": np.float64(0.1),
+        "counts": Counter({3: 2}),
+        "ordered": OrderedDict(b=1, a={1, 2}),
+        "kinds": [torch.float16, torch.Size([2, 3]), torch.device("cpu"), 1 + 2j, float("inf")],
+        (1, "key"): b"\x00\xff",
+        "nothing": b"",
+    }
+    found = through_file(value, tmp_path / "a")
+    assert torch.equal(found["bf16"], value["bf16"])
+    for name in ("numpy", "empty"):
+        assert found[name].dtype == value[name].dtype
+        assert np.array_equal(found[name], value[name])
+    assert type(found["scalar"]) is float
+    for name in ("counts", "ordered", "kinds", (1, "key")):
+        assert found[name] == value[name]
+        assert type(found[name]) is type(value[name])
+
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Thing:
+    x: int = 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Thing(), Thing, print, functools.partial(print), Point(1, 2), deque([1]), defaultdict(int), range(3), Path("a"),
+     np.array([Thing()]), np.array(["text"]), torch.eye(2).to_sparse(), {Thing: 1}],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_would_need_code_to_read_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"The state of my object cannot be saved: its state_dict\(\)\['a'\]\[1\]"
+    ):
+        safe_pickle.pack({"a": [0, value]}, "my object")
+
+
+def test_what_holds_itself_is_refused() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(CheckpointError, match="holds itself"):
+        safe_pickle.pack(value, "my object")
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return (open, ("exploded", "w"))
+
+
+def test_reading_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a": Bomb()}, tmp_path / "bomb.bin")
+    (tmp_path / "old.bin").write_bytes(pickle.dumps(Bomb()))
+    for name in ("bomb.bin", "old.bin"):
+        with pytest.raises(CheckpointError, match=name):
+            safe_pickle.read(tmp_path / name)
+    assert not (tmp_path / "exploded").exists()
+    safe_pickle.read(tmp_path / "bomb.bin", trusted=True)["a"].close()
+    assert (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"PK", b"no such thing", b"\x80\x04" + b"." * 20, b"PK\x03\x04" + b"\0" * 100]
+)
+def test_a_foreign_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.bin").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"x\.bin"):
+        safe_pickle.read(tmp_path / "x.bin")
+
+
+def test_a_copy_keeps_what_is_one_tensor_one() -> None:
+    weight = torch.randn(4)
+    a: dict[str, Tensor] = {"one": weight, "same": weight.detach(), "other": weight[:2]}
+    copied = safe_pickle.copy_to_host(a)
+    weight.zero_()
+    assert copied["one"] is copied["same"]
+    assert copied["one"].abs().sum() > 0
+    assert torch.equal(copied["other"], copied["one"][:2])
