@@ -27,17 +27,18 @@ import torch
 import torch.distributed as dist
 
 from lockstep.blackbox.snapshot import Op, Snapshot
-from lockstep.checkpoint import hashing, manifest, save
-from lockstep.checkpoint.disk import Disk
+from lockstep.checkpoint import save
 from lockstep.checkpoint.exchange import StoreExchange
 from lockstep.checkpoint.save import Mark, Site, Wish
 from lockstep.checkpoint.state import Content
 from lockstep.config.handlers import ProjectConfiguration
-from lockstep.config.signed_store import SignedStore
 from lockstep.guard.diagnose import diagnose
 from lockstep.guard.job import HISTORY
 from lockstep.guard.node_exchange import Exchange, _pack, _unpack
 from lockstep.guard.render import explain
+from lockstep.job_store.signed_store import SignedStore
+from lockstep.storage import hashing, manifest
+from lockstep.storage.disk import Disk
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from lockstep.accelerator import Accelerator
-    from lockstep.checkpoint.loading import load_checkpoint_in_model
     from lockstep.comm.rng import set_seed, synchronize_rng_states
     from lockstep.config.choices import DDPCommunicationHookType, DistributedType
     from lockstep.config.handlers import (
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     )
     from lockstep.launch.notebook import debug_launcher, notebook_launcher
     from lockstep.memory.batch_size import find_executable_batch_size
+    from lockstep.model_files.load import load_checkpoint_in_model
     from lockstep.progress import tqdm
     from lockstep.state import AcceleratorState, GradientState, PartialState
 
@@ -51,7 +51,7 @@ __version__ = "0.1.0.dev0"
 
 _PLACES = {
     "lockstep.accelerator": ("Accelerator",),
-    "lockstep.checkpoint.loading": ("load_checkpoint_in_model",),
+    "lockstep.model_files.load": ("load_checkpoint_in_model",),
     "lockstep.comm.rng": ("set_seed", "synchronize_rng_states"),
     "lockstep.config.choices": ("DDPCommunicationHookType", "DistributedType"),
     "lockstep.config.handlers": (

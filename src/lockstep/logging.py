@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lockstep.config import env, resolve
-from lockstep.config.signed_store import SignedStore, read_secret
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.job_store.signed_store import SignedStore, read_secret
 from lockstep.topology import current, environments
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Accelerator, DataLoaderConfiguration, PartialState, ProjectConfiguration
 from lockstep.blackbox.box import NoBox
 from lockstep.checkpoint import discovery, safe_pickle
-from lockstep.checkpoint.disk import Disk
 from lockstep.errors import CheckpointError
+from lockstep.storage.disk import Disk
 from lockstep.testing import Ranks, run_ranks
 from tests.unit.checkpoint.round_trips import MODELS, content
 from tests.unit.checkpoint.runs import Run

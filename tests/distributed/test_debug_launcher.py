@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError, UsageError
-from lockstep.launch import host
+from lockstep.host import hardware
 from lockstep.launch.notebook import RankFailed, debug_launcher, notebook_launcher
 from tests.ranks import free_port, in_soak
 
@@ -111,7 +111,7 @@ def test_ranks_compute_with_threads_after_the_parent_did(busy_parent: torch.Tens
         return given, bool(torch.isfinite(product).all())
 
     text = os.environ.get("OMP_NUM_THREADS")
-    expected = int(text) if text else max(1, host.usable_cores() // 2)
+    expected = int(text) if text else max(1, hardware.usable_cores() // 2)
     assert debug_launcher(train) == [(expected, True)] * 2
 
 
@@ -364,7 +364,7 @@ def test_a_port_in_use_is_named_with_a_free_one() -> None:
         with pytest.raises(ConfigError) as caught:
             notebook_launcher(nothing, num_processes=2, use_port=str(port))
         assert f"use_port={port}: the port is in use" in str(caught.value)
-        assert f"Free is {host.next_free(port)}" in str(caught.value)
+        assert f"Free is {hardware.next_free(port)}" in str(caught.value)
 
 
 def test_the_default_port_gives_way() -> None:
@@ -392,7 +392,7 @@ def test_an_accelerator_in_this_process_is_refused() -> None:
 
 
 def test_a_device_in_use_and_too_many_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "accelerators", lambda environ: (2, "cuda"))
+    monkeypatch.setattr(hardware, "accelerators", lambda environ: (2, "cuda"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.delenv("LOCKSTEP_USE_CPU", raising=False)
     with pytest.raises(UsageError, match=r"CUDA is in use in this process already.* Restart the kernel"):

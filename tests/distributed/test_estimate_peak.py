@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.memory.activations import MemoryEstimate
+from lockstep.estimate.activations import MemoryEstimate
 from lockstep.utils import estimate_memory
 from tests.unit.memory.peaks import CASES, LARGE, Case, loss
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator, CheckpointError, load_checkpoint_in_model
-from lockstep.checkpoint.weights import write_weights
+from lockstep.model_files.weights import write_weights
 from lockstep.testing import run_ranks
 from lockstep.utils import save
 from tests.unit.checkpoint.small_models import Tied, bits, on_meta, same_values

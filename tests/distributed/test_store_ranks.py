@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep import Accelerator
 from lockstep.comm.agree import agree
-from lockstep.config import signed_store
+from lockstep.job_store import signed_store
 from lockstep.logging import get_logger
 from lockstep.testing import run_ranks
 from lockstep.topology import current

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.disk import Disk
+from lockstep.storage.disk import Disk
 from lockstep.testing.faults import die
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.disk import Disk
+from lockstep.storage.disk import Disk
 
 Tree = dict[str, Any]
 """A folder: names, and what is there, bytes or another folder."""

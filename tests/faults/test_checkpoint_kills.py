@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lockstep import Accelerator, load_checkpoint_in_model
-from lockstep.checkpoint import write_lock
-from lockstep.checkpoint.saving import replace_model
 from lockstep.cli import main
 from lockstep.errors import CheckpointError
+from lockstep.model_files.save import replace_model
+from lockstep.storage import write_lock
 from lockstep.testing.faults import die
 from lockstep.utils import ProjectConfiguration
 from tests.faults.dying import Dying

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint import commit
-from lockstep.checkpoint.saving import replace_model
 from lockstep.errors import CheckpointError
+from lockstep.model_files.save import replace_model
+from lockstep.storage import commit
 from tests.faults.power_loss import ForgetfulDisk, changes_besides, write_tree
 from tests.faults.test_checkpoint_kills import SIZES, Trainee, load_as_others_do, load_ours, memory, tensors
 from tests.ranks import in_soak

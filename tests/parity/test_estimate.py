@@ -8,9 +8,9 @@ from accelerate.commands.estimate import estimate_training_usage
 from accelerate.utils import calculate_maximum_sizes
 from torch import nn
 
-from lockstep.memory import models
-from lockstep.memory.estimate import sizes_of
-from lockstep.memory.optimizers import NAMED
+from lockstep.estimate import find_model
+from lockstep.estimate.estimate import sizes_of
+from lockstep.estimate.optimizers import NAMED
 
 
 class Direct(nn.Module):
@@ -38,7 +38,7 @@ def test_sizes(factory) -> None:
     with torch.device("meta"):
         model = factory()
     total, (largest, _) = calculate_maximum_sizes(model)
-    ours = sizes_of(models._of_module("here", model), "fp32", NAMED["adam"])
+    ours = sizes_of(find_model._of_module("here", model), "fp32", NAMED["adam"])
     assert ours.weights == total
     assert ours.largest_layer == largest
     theirs = max(estimate_training_usage(total, "float32").values())

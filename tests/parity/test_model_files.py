@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from lockstep import load_checkpoint_in_model
-from lockstep.checkpoint.saving import replace_model
+from lockstep.model_files.save import replace_model
 from tests.parity.file_model import WAYS, Model, values
 
 

@@ -55,7 +55,7 @@ def parsed(path: Path) -> ast.AST:
 
 UNPICKLES = {
     "checkpoint/safe_pickle.py": "files, by torch's unpickler of plain values, unless the user trusts them",
-    "checkpoint/torch_file.py": "files, of which only the outline is read",
+    "model_files/torch_file.py": "files, of which only the outline is read",
     "comm/objects.py": "the other ranks, in a collective",
     "data/dispatch.py": "rank 0, in a collective",
     "data/worker_tails.py": "a worker process of this loader",
@@ -82,7 +82,7 @@ def imports_of_pickle(tree: ast.AST) -> Iterator[tuple[int, str]]:
 RAW_READS = ("multi_get", "compare_set", "queue_pop")
 SIGNED_READS = ("peek", "peek_all", "claim")
 READS_UNSIGNED = {
-    "config/signed_store.py": "checks the signatures",
+    "job_store/signed_store.py": "checks the signatures",
     "topology/job_secret.py": "fingerprints of the secret, compared as texts",
     "launch/rendezvous_backend.py": "signs and checks the state of torch's rendezvous",
 }

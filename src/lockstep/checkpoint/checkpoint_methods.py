@@ -48,7 +48,7 @@ class SavesModels:
         until all new ones are complete; those of an earlier save that would be mixed up with them are removed. With
         ``durable`` it waits until the disk has everything.
         """
-        from lockstep.checkpoint import saving
+        from lockstep.model_files import save as saving
 
         saving.save_model(
             self.get_state_dict(model),
@@ -61,14 +61,14 @@ class SavesModels:
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state dict, by default under the names it has without anything around it."""
-        from lockstep.checkpoint.unwrap import inner_model
+        from lockstep.model_files.unwrap import inner_model
 
         return inner_model(self.unwrap_model(model)).state_dict() if unwrap else model.state_dict()
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object to a file (a path or an open one) in the main process; others do nothing, and none waits."""
         if self._writes():
-            from lockstep.checkpoint import saving
+            from lockstep.model_files import save as saving
 
             saving.save_object(obj, f, safe_serialization)
 

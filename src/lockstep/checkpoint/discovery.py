@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.checkpoint import hashing, manifest
-from lockstep.checkpoint.commit import numbered, pending
-from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.state_files import StateFiles
 from lockstep.errors import CheckpointError
+from lockstep.storage import hashing, manifest
+from lockstep.storage.commit import numbered, pending
+from lockstep.storage.manifest import Manifest
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.parallel_read import Outline
+    from lockstep.model_files.parallel_read import Outline
 
 
 @dataclass(frozen=True, kw_only=True)

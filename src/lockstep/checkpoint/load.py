@@ -16,14 +16,16 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.checkpoint import discovery, hashing, state, state_weights, weights
+from lockstep.checkpoint import discovery, state
 from lockstep.checkpoint.exchange import Exchange
-from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.restoring import Restoring
 from lockstep.checkpoint.state import Loaded, Objects, numbered_name
 from lockstep.checkpoint.state_files import StateFiles
-from lockstep.checkpoint.state_loader import Assignment
 from lockstep.errors import CheckpointError, LockstepError
+from lockstep.model_files import weights
+from lockstep.model_files.state_loader import Assignment
+from lockstep.storage import hashing, state_weights
+from lockstep.storage.manifest import Manifest
 from lockstep.topology.topology import Topology
 
 

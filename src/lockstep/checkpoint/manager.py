@@ -13,15 +13,16 @@ from torch import nn
 from torch.distributed import DistError
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.checkpoint import commit, discovery, exchange, load, save, save_rendezvous, state
+from lockstep.checkpoint import discovery, exchange, load, save, save_rendezvous, state
 from lockstep.checkpoint.background import Background, Bar
-from lockstep.checkpoint.disk import Disk
 from lockstep.checkpoint.load import Outcome, Request
 from lockstep.checkpoint.save import Mark, Site, Wish
 from lockstep.checkpoint.state import Content, Objects
-from lockstep.checkpoint.unwrap import inner_model
 from lockstep.errors import ConfigError
 from lockstep.logging import get_notices
+from lockstep.model_files.unwrap import inner_model
+from lockstep.storage import commit
+from lockstep.storage.disk import Disk
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.checkpoint_methods import SavesState

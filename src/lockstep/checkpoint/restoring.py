@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lockstep.checkpoint import generators, safe_pickle
-from lockstep.checkpoint.shared_tensors import stored_bytes, view_key
 from lockstep.checkpoint.state import SCALER, Loaded, Objects, numbered_name
 from lockstep.errors import CheckpointError, LockstepError
+from lockstep.model_files.shared_tensors import stored_bytes, view_key
 
 _CHEAP = 1 << 28
 """Bytes of weights that are kept in any case when something else might still refuse its state."""

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import pickle_opcodes
-from lockstep.checkpoint.hashing import HashedFile
-from lockstep.checkpoint.open_files import Opener, open_regular
-from lockstep.checkpoint.parallel_read import LARGE, Outline, UnfitError
-from lockstep.checkpoint.shared_tensors import view_key
 from lockstep.errors import CheckpointError
+from lockstep.model_files import pickle_opcodes
+from lockstep.model_files.parallel_read import LARGE, Outline, UnfitError
+from lockstep.model_files.shared_tensors import view_key
+from lockstep.storage.hashing import HashedFile
+from lockstep.storage.open_files import Opener, open_regular
 
 _PLAIN = (type(None), bool, int, float, complex, str)
 _TORCH = (torch.dtype, torch.device, torch.Size)

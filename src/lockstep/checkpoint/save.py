@@ -20,16 +20,19 @@ from typing import Any
 import torch
 
 from lockstep import __version__
-from lockstep.checkpoint import commit, hashing, manifest, safe_pickle, weights
-from lockstep.checkpoint.disk import Disk
+from lockstep.checkpoint import safe_pickle
 from lockstep.checkpoint.exchange import Exchange
-from lockstep.checkpoint.hashing import HashedFile
-from lockstep.checkpoint.manifest import Entry, Manifest
+from lockstep.checkpoint.prune import prune
 from lockstep.checkpoint.state import STATE, Content, numbered_name
 from lockstep.comm import replicas
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.model_files import weights
 from lockstep.rundir.format_ranks import name_ranks
+from lockstep.storage import commit, hashing, manifest
+from lockstep.storage.disk import Disk
+from lockstep.storage.hashing import HashedFile
+from lockstep.storage.manifest import Entry, Manifest
 from lockstep.topology.topology import Topology
 
 _ONE_FILE = 1 << 60
@@ -337,7 +340,7 @@ def _commit(site: Site, entries: dict[str, Entry], content: Content) -> str | No
     unfinished = site.staging.publish()
     limit = site.wish.project.total_limit
     if site.number is not None and limit is not None:
-        commit.prune(site.place.parent, max(1, limit), disk)
+        prune(site.place.parent, max(1, limit), disk)
     return unfinished
 
 

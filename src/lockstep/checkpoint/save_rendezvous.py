@@ -21,12 +21,12 @@ from lockstep.blackbox.box import Box
 from lockstep.blackbox.read import read_all
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
-from lockstep.config.signed_store import from_text
 from lockstep.errors import CheckpointError
 from lockstep.guard import stack_note
 from lockstep.guard.diagnose import elsewhere
 from lockstep.guard.rank_location import span
 from lockstep.guard.watcher import read_stall
+from lockstep.job_store.signed_store import from_text
 from lockstep.logging import get_notices
 from lockstep.topology.group import Group
 from lockstep.topology.watch import REMOTE

@@ -24,15 +24,16 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import generators, manifest, safe_pickle
-from lockstep.checkpoint.open_files import read_small
+from lockstep.checkpoint import generators, safe_pickle
 from lockstep.checkpoint.safe_pickle import Fill
-from lockstep.checkpoint.shared_tensors import stored_bytes
 from lockstep.checkpoint.state_files import StateFiles
-from lockstep.checkpoint.state_loader import Assignment
-from lockstep.checkpoint.tensor_entry import as_entries
-from lockstep.checkpoint.weights import refuse_meta
 from lockstep.errors import CheckpointError
+from lockstep.model_files.shared_tensors import stored_bytes
+from lockstep.model_files.state_loader import Assignment
+from lockstep.model_files.tensor_entry import as_entries
+from lockstep.model_files.weights import refuse_meta
+from lockstep.storage import manifest
+from lockstep.storage.open_files import read_small
 
 STATE = "lockstep_state.json"
 SCALER = "scaler.pt"

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.open_files import open_inside, open_regular
 from lockstep.errors import CheckpointError
+from lockstep.storage.manifest import Manifest
+from lockstep.storage.open_files import open_inside, open_regular
 
 _KEPT = 256
 """Files that stay open; a checkpoint of thousands of ranks has more, of which each rank reads few."""

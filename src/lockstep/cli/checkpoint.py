@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import commit, discovery
-from lockstep.checkpoint.disk import Disk
+from lockstep.checkpoint import discovery
+from lockstep.checkpoint.prune import prune, surplus
 from lockstep.cli import list_names
 from lockstep.errors import ConfigError
 from lockstep.rundir.printable import printable
+from lockstep.storage import commit
+from lockstep.storage.disk import Disk
 
 _ACTIONS = {
     "ls": "list them, with their step, size and age",
@@ -108,11 +110,11 @@ def _prune(folder: Path, arguments: argparse.Namespace) -> int:
     if not numbered:
         raise ConfigError(f"{folder} has no checkpoint_N in it, so there is nothing to prune.")
     if arguments.dry_run:
-        gone = commit.surplus(folder, keep)
+        gone = surplus(folder, keep)
     else:
         # Whoever writes there deletes by itself, and holds this lock while it does.
         with commit.locked(folder, Disk()):
-            gone = commit.prune(folder, keep, Disk())
+            gone = prune(folder, keep, Disk())
     if arguments.json:
         print(json.dumps({"deleted": [str(path) for path in gone], "dry_run": arguments.dry_run}, indent=1))
     else:

@@ -125,7 +125,7 @@ def _start(arguments: argparse.Namespace) -> int:
 
 def job_words(arguments: argparse.Namespace) -> list[str]:
     """What `lockstep launch` is told, to start ranks on this machine each of which runs this again."""
-    from lockstep.launch.host import accelerators
+    from lockstep.host.hardware import accelerators
 
     count, cpu = arguments.num_processes, arguments.cpu
     if count is not None and count < 2:

@@ -228,7 +228,7 @@ def _engines() -> Iterator[tuple[str, Fact]]:
 def _machine() -> Iterator[tuple[str, Fact]]:
     import psutil
 
-    from lockstep.config import cgroups
+    from lockstep.host import cgroups
 
     yield "kernel", Fact(value=f"{platform.system()} {platform.release()}")
     warning = _attempt(_kernel_warning)
@@ -251,7 +251,7 @@ def _kernel_warning() -> str | None:
 
 
 def _cores() -> Fact:
-    from lockstep.config import cgroups
+    from lockstep.host import cgroups
 
     present = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else present
@@ -358,7 +358,7 @@ def _host_name() -> Fact:
 
 def _route(environ: Mapping[str, str], config_file: str | None) -> Fact:
     """The interface through which packets to the main address leave."""
-    from lockstep.config.network import route_to
+    from lockstep.host.network import route_to
 
     found = _main_address(environ, config_file)
     if found is None:

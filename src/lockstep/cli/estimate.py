@@ -14,10 +14,10 @@ from lockstep.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lockstep.memory.estimate import Report
+    from lockstep.estimate.estimate import Report
 
 DTYPES = ("fp32", "bf16", "fp16", "int8", "int4", "mixed-bf16", "mixed-fp16")
-"""How numbers can be held; the names of `lockstep.memory.estimate.PRECISIONS`, which needs torch."""
+"""How numbers can be held; the names of `lockstep.estimate.estimate.PRECISIONS`, which needs torch."""
 DEFAULT_DTYPES = ("fp32", "bf16", "fp16", "int8")
 _LONG = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _SHAPE = re.compile(r"(?P<sizes>\d+(?:x\d+)*)?(?::(?P<dtype>\w+))?")
@@ -108,29 +108,29 @@ def _work_out(arguments: argparse.Namespace) -> Report:
         # Building a large model, even without data, takes a while.
         status = stack.enter_context(errors.status("loading torch")) if errors.is_terminal else None
         tell: Callable[[str], object] = (lambda text: status.update(text)) if status else (lambda text: None)
-        from lockstep.memory import models
-        from lockstep.memory.estimate import estimate
+        from lockstep.estimate import find_model
+        from lockstep.estimate.estimate import estimate
 
         tell(f"building {arguments.model}")
-        found = models.find(arguments.model, sequence=arguments.sequence_length)
+        found = find_model.find(arguments.model, sequence=arguments.sequence_length)
         named = arguments.optimizer
         return estimate(
             found,
             dtypes=list(dict.fromkeys(arguments.dtypes)),
             batch_sizes=list(dict.fromkeys(arguments.batch_sizes)),
-            optimizer=models.resolve(named) if ":" in named else named,
+            optimizer=find_model.resolve(named) if ":" in named else named,
             batch=_batch(arguments),
-            loss=models.resolve(arguments.loss) if arguments.loss else None,
+            loss=find_model.resolve(arguments.loss) if arguments.loss else None,
             tell=tell,
         )
 
 
 def _batch(arguments: argparse.Namespace) -> Callable[[int], Any] | None:
     """What makes a batch, where the caller says it."""
-    from lockstep.memory import models
+    from lockstep.estimate import find_model
 
     if arguments.batch:
-        found: Callable[[int], Any] = models.resolve(arguments.batch)
+        found: Callable[[int], Any] = find_model.resolve(arguments.batch)
         return found
     if not arguments.shape:
         return None
@@ -184,6 +184,6 @@ def show(report: Report, console: Console) -> None:
 def _words(size: int | None) -> str:
     if size is None:
         return "-"
-    from lockstep.memory.sizes import in_words
+    from lockstep.config.sizes import in_words
 
     return in_words(size)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.recording import FORMATS, NumericsRecord
 from lockstep.errors import ConfigError
-from lockstep.numerics import read_trace
-from lockstep.numerics.diff import Diff, Difference, diff_batches, diff_runs
-from lockstep.numerics.frames import Frame, Stat
-from lockstep.numerics.read_trace import Run, Trace
-from lockstep.numerics.tolerance import ABSOLUTE
-from lockstep.numerics.trace import number
 from lockstep.rundir.format_ranks import name_ranks, number_ranks
 from lockstep.rundir.printable import printable
+from lockstep.traces import read_trace
+from lockstep.traces.diff import Diff, Difference, diff_batches, diff_runs
+from lockstep.traces.frames import Frame, Stat
+from lockstep.traces.read_trace import Run, Trace
+from lockstep.traces.tolerance import ABSOLUTE
+from lockstep.traces.trace import number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,7 +97,7 @@ def _record(arguments: argparse.Namespace, command: Sequence[str]) -> int:
             "No script was given. It goes behind two dashes: lockstep numerics record OUT -- train.py [its arguments]."
         )
     if asked.format == "parquet":
-        from lockstep.numerics import parquet
+        from lockstep.traces import parquet
 
         parquet.require()
     _make_room(Path(asked.path), overwrite=arguments.overwrite)
@@ -336,7 +336,7 @@ def _value(stat: Stat, one: Difference, beside: Stat) -> str:
 
 
 def _html(arguments: argparse.Namespace) -> int:
-    from lockstep.numerics.html import write_page
+    from lockstep.traces.html import write_page
 
     run = read_trace.open_run(arguments.run)
     traces = run.traces if arguments.rank is None else {arguments.rank: _rank(run, arguments.rank)}

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, Subset
 
-from lockstep.config.signed_store import from_fields
 from lockstep.data.global_batch import Round
 from lockstep.data.sampler import SeedableRandomSampler
+from lockstep.job_store.signed_store import from_fields
 from lockstep.topology.group import Group
 
 _MOST = 50_000_000

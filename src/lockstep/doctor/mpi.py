@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lockstep.config import interfaces
-from lockstep.config.network import knock
 from lockstep.doctor import ssh
 from lockstep.doctor.finding import Finding, exit_code
 from lockstep.errors import ConfigError
+from lockstep.host import interfaces
+from lockstep.host.network import knock
 from lockstep.launch import mpi
 from lockstep.launch.mpi import Dialect, Host
 

@@ -21,8 +21,8 @@ from datetime import timedelta
 from typing import Any
 
 from lockstep.blackbox.snapshot import Op, Raw, Snapshot, TorchCall
-from lockstep.config.signed_store import check_fields
 from lockstep.errors import TopologyError
+from lockstep.job_store.signed_store import check_fields
 from lockstep.rundir.format_ranks import name_ranks
 
 PATIENCE = 1.5

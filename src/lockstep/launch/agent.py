@@ -29,10 +29,10 @@ from torch.distributed.elastic.utils import store as store_util
 
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
-from lockstep.config.signed_store import SignedStore, read_secret
 from lockstep.errors import TopologyError
 from lockstep.guard.node_exchange import Node
 from lockstep.guard.watcher import WATCHED, Found, Watcher, read_stall
+from lockstep.job_store.signed_store import SignedStore, read_secret
 from lockstep.launch import failure_report, leftovers, rendezvous
 from lockstep.launch.failure_report import Exit
 from lockstep.launch.output import Output

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.config import env, file
 from lockstep.config.settings import read_precision
-from lockstep.launch import host
+from lockstep.host import hardware
 
 _TYPES = {"cuda": "MULTI_GPU", "cpu": "MULTI_CPU"}
 
@@ -37,7 +37,7 @@ class Detected:
 
 def detect() -> Detected:
     """Look for accelerators; torch is imported only where there may be some."""
-    count, kind = host.accelerators(env.snapshot())
+    count, kind = hardware.accelerators(env.snapshot())
     return Detected(kind=kind if count else "cpu", count=count)
 
 

@@ -17,12 +17,13 @@ from typing import Any
 
 from lockstep.blackbox import read
 from lockstep.blackbox.snapshot import Snapshot
-from lockstep.config import env, signed_store
+from lockstep.config import env
 from lockstep.errors import ConfigError
 from lockstep.guard import stack_note
 from lockstep.guard.crash import Crash, read_crash
 from lockstep.guard.node_exchange import Node
 from lockstep.guard.reporter import STOPPED
+from lockstep.job_store import signed_store
 from lockstep.launch import failure_report, leftovers
 from lockstep.launch.failure_report import Exit
 from lockstep.launch.orphan_reaper import Keeper

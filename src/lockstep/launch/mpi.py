@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from lockstep.config.host_name import ALLOWED, is_host
 from lockstep.config.limited_file import read_limited
-from lockstep.config.signed_store import VARIABLE
 from lockstep.errors import ConfigError
+from lockstep.job_store.signed_store import VARIABLE
 
 _VERSION_SECONDS = 20.0
 _PROGRAMS = ("mpirun", "mpiexec")

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lockstep.config import env, network, signed_store
+from lockstep.config import env
 from lockstep.config.choices import PrecisionType
 from lockstep.errors import ConfigError, RankFailed, UsageError, first_line
-from lockstep.launch import host
+from lockstep.host import hardware, network
+from lockstep.job_store import signed_store
 from lockstep.launch.fork_pool import Ended, Forks
 from lockstep.launch.fork_worker import Call, Place
 from lockstep.launch.notebook_store import FAREWELL, LOOPBACK, Elsewhere, Meeting, Nodes, port_error, rendezvous
@@ -152,7 +153,7 @@ def _checked(ask: _Ask) -> _Ask:
     said = env.lookup("cpu", environ)
     if said is not None and not ask.cpu:
         ask = replace(ask, cpu=env.parse_flag(said[1], said[0]))
-    devices, kind = (0, "none") if ask.cpu else host.accelerators(environ)
+    devices, kind = (0, "none") if ask.cpu else hardware.accelerators(environ)
     count = ask.num_processes if ask.num_processes is not None else max(1, devices)
     settled = replace(ask, num_processes=count, cpu=devices == 0)
     wrong = [*_wrong_call(settled), *_wrong_count(settled, devices, kind), *_wrong_nodes(settled)]
@@ -238,7 +239,7 @@ def _wrong_port(ask: _Ask) -> Iterator[str]:
     port = _port_of(ask)
     forks = ask.num_nodes > 1 or ask.num_processes != 1
     hosts = ask.node_rank == 0 and ask.rdzv_backend == "static"
-    if forks and hosts and port and _is_fixed(ask) and not host.is_free(port):
+    if forks and hosts and port and _is_fixed(ask) and not hardware.is_free(port):
         yield str(port_error(port))
 
 
@@ -371,7 +372,7 @@ def _threads(ask: _Ask) -> int:
     text = env.snapshot().get("OMP_NUM_THREADS", "")
     if text.isdigit() and int(text) > 0:
         return int(text)
-    return max(1, host.usable_cores() // (ask.num_processes or 1))
+    return max(1, hardware.usable_cores() // (ask.num_processes or 1))
 
 
 def _place(ask: _Ask, meeting: Meeting, local_rank: int, attempt: int, secret: str) -> Place:

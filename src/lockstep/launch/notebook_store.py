@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from lockstep.config import env, network
-from lockstep.config.signed_store import SignedStore, compare_secrets, from_fields, from_text
-from lockstep.config.store_server import host_store
+from lockstep.config import env
 from lockstep.errors import ConfigError, TopologyError, first_line
-from lockstep.launch import host
+from lockstep.host import hardware, network
+from lockstep.job_store.signed_store import SignedStore, compare_secrets, from_fields, from_text
+from lockstep.job_store.store_server import host_store
 
 LOOPBACK = "127.0.0.1"
 PATIENCE = 3.0
@@ -195,8 +195,8 @@ class Meeting:
         from torch.distributed import DistNetworkError
 
         nodes = self.nodes
-        if self.port and not nodes.fixed_port and not host.is_free(self.port):
-            self.port = host.next_free(self.port)
+        if self.port and not nodes.fixed_port and not hardware.is_free(self.port):
+            self.port = hardware.next_free(self.port)
         for last in (False, False, True):
             try:
                 self.store = host_store(nodes.address, self.port, nodes=nodes.number, timeout=timedelta(seconds=60))
@@ -204,7 +204,7 @@ class Meeting:
             except DistNetworkError as error:
                 if nodes.fixed_port or last:
                     raise port_error(self.port, first_line(error)) from None
-                self.port = host.next_free(self.port)
+                self.port = hardware.next_free(self.port)
         self.port = self.store.port
 
     def _join(self) -> None:
@@ -258,7 +258,7 @@ def _read_failure(data: bytes) -> Elsewhere:
 def port_error(port: int, reason: str = "") -> ConfigError:
     """A port that cannot be used, and one that can."""
     why = f" ({reason})" if reason else ""
-    return ConfigError(f"use_port={port}: the port is in use on this machine{why}. Free is {host.next_free(port)}.")
+    return ConfigError(f"use_port={port}: the port is in use on this machine{why}. Free is {hardware.next_free(port)}.")
 
 
 def rendezvous(

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import env, network
+from lockstep.config import env
 from lockstep.config.launch import LaunchConfig
 from lockstep.config.resolve import Resolved
 from lockstep.errors import ConfigError
-from lockstep.launch import host as machine
+from lockstep.host import hardware as machine
+from lockstep.host import network
 
 LOOPBACK = "127.0.0.1"
 

@@ -30,10 +30,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.config import env
-from lockstep.config.network import REFUSED, interface_of, knock
-from lockstep.config.signed_store import SignedStore, read_secret
 from lockstep.errors import ConfigError, TopologyError
 from lockstep.guard.node_exchange import Node
+from lockstep.host.network import REFUSED, interface_of, knock
+from lockstep.job_store.signed_store import SignedStore, read_secret
 from lockstep.launch.plan import Plan
 from lockstep.launch.rendezvous_backend import open_c10d
 

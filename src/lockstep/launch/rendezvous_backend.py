@@ -9,8 +9,8 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
-from lockstep.config import store_server
-from lockstep.config.signed_store import NOTHING, SignedStore, compare_secrets
+from lockstep.job_store import store_server
+from lockstep.job_store.signed_store import NOTHING, SignedStore, compare_secrets
 from lockstep.launch.rendezvous_state import check_state
 
 

@@ -15,13 +15,13 @@ from lockstep.comm.agree import agree, drop_tracebacks
 from lockstep.comm.objects import all_objects
 from lockstep.comm.rng import States
 from lockstep.config import env
+from lockstep.config.sizes import check_size
 from lockstep.errors import ConfigError, OutOfMemory, PeerFailure, UsageError
 from lockstep.logging import get_notices
 from lockstep.memory.batch_size_args import check_function, passed_in, positional, read_margin, read_search
 from lockstep.memory.cache import clear_device_cache
 from lockstep.memory.oom_detect import describe, is_out_of_memory
 from lockstep.memory.progress import SearchBar
-from lockstep.memory.sizes import check_size
 from lockstep.topology import current, environments
 from lockstep.topology.group import Group
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from lockstep.config import cgroups
+from lockstep.config.sizes import in_bytes
+from lockstep.config.sizes import in_words as in_words
 from lockstep.errors import ConfigError
-from lockstep.memory.sizes import in_bytes
-from lockstep.memory.sizes import in_words as in_words
+from lockstep.host import cgroups
 from lockstep.topology.memory import empty_cache
 
 

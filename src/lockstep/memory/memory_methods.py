@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from lockstep.memory.sizes import check_size
+from lockstep.config.sizes import check_size
 from lockstep.topology.group import Group
 
 

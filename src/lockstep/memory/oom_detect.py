@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from lockstep.config.sizes import in_words
 from lockstep.errors import OutOfMemory, PeerFailure
-from lockstep.memory.sizes import in_words
 
 _TEXTS = re.compile(
     r" out of memory\b"  # CUDA, HIP, XPU, NPU, MPS, and "CUDA error: out of memory"

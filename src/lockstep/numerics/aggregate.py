@@ -14,8 +14,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lockstep.config.signed_store import from_fields, from_text
 from lockstep.errors import TopologyError
+from lockstep.job_store.signed_store import from_fields, from_text
 from lockstep.topology.group import Group
 
 PATIENCE = timedelta(seconds=60)

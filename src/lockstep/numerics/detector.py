@@ -18,13 +18,13 @@ from lockstep.errors import ConfigError, NumericsError
 from lockstep.numerics import report
 from lockstep.numerics.batches import Batches
 from lockstep.numerics.dtype_limits import SCALER_PATIENCE
-from lockstep.numerics.frames import FrameSink
 from lockstep.numerics.gradients import Gradients, Updates
 from lockstep.numerics.process import keep, this_process
 from lockstep.numerics.report import Hit, Underflow
 from lockstep.numerics.stats import Numbers
 from lockstep.numerics.tensor_reader import Reader, Row, Seen, inputs_of, leaves_of
 from lockstep.numerics.unwrap import describe_type, idle, innermost, is_compiled
+from lockstep.traces.frames import FrameSink
 
 _UNDERFLOW_SHARE = 0.5
 """A tensor that lost this much of its values, some of them to subnormals, is told of."""
@@ -355,7 +355,7 @@ def _open_sink(record: Any, batches: Iterable[int] | None, rank: int, world_size
     """Where frames go."""
     if record is None or hasattr(record, "add"):
         return record
-    from lockstep.numerics.trace import open_trace  # loaded where it is used: few runs are recorded
+    from lockstep.traces.trace import open_trace  # loaded where it is used: few runs are recorded
 
     if isinstance(record, NumericsRecord):
         return open_trace(

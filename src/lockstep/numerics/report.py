@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.numerics.dtype_limits import near_edge, range_named
-from lockstep.numerics.frames import Frame, Stat
+from lockstep.traces.frames import Frame, Stat
 
 HEADER = f"{'abs min':8} {'abs max':8} metadata"
 _MARGIN = " " * 17

@@ -12,8 +12,8 @@ from torch import Tensor
 from lockstep.comm.trees import kind_of, parts
 from lockstep.numerics import stats
 from lockstep.numerics.dtype_limits import range_of
-from lockstep.numerics.frames import Frame, Stat
 from lockstep.numerics.stats import Numbers, noted
+from lockstep.traces.frames import Frame, Stat
 
 _DEPTH = 6
 """Structures are looked into so deep; one that holds itself would have no end."""

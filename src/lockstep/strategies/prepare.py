@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from lockstep.blackbox import sites
 from lockstep.checkpoint.checkpoint_methods import SavesState
-from lockstep.checkpoint.unwrap import inner_model
 from lockstep.comm import rng
 from lockstep.comm.process_info import ProcessView
 from lockstep.config.choices import RNGType, SchedulerUnit
@@ -27,6 +26,7 @@ from lockstep.data.options import DataOptions
 from lockstep.data.prepare import prepare_loader, skip_first_batches
 from lockstep.errors import UsageError
 from lockstep.memory.memory_methods import MemoryTools
+from lockstep.model_files.unwrap import inner_model
 from lockstep.numerics.monitor_methods import Watched
 from lockstep.optim import schedule_length
 from lockstep.optim.accumulation import Accumulation

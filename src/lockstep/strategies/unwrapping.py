@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lockstep.checkpoint.unwrap import inner_model
+from lockstep.model_files.unwrap import inner_model
 from lockstep.precision import mixed
 from lockstep.strategies.compiling import uncompile
 

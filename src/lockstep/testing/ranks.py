@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 from lockstep.config import env as environment
-from lockstep.config import signed_store
+from lockstep.job_store import signed_store
 from lockstep.testing import _rank
 from lockstep.testing._member import KILL_SECONDS, Member, start
 from lockstep.testing.outcome import STOPPED, TIMED_OUT, Outcome, RanksFailed, innermost_frame

@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from typing import Any
 
-from lockstep.config import env, interfaces, network
-from lockstep.config.signed_store import SignedStore, from_json
+from lockstep.config import env
+from lockstep.host import interfaces, network
+from lockstep.job_store.signed_store import SignedStore, from_json
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.topology.standard_streams import print_error
 from lockstep.topology.topology import Topology

@@ -10,8 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lockstep.config.signed_store import SignedStore, from_fields
 from lockstep.errors import PeerFailure
+from lockstep.job_store.signed_store import SignedStore, from_fields
 
 
 @dataclass(frozen=True, kw_only=True)

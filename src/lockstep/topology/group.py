@@ -38,9 +38,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.blackbox.box import NoBox
 from lockstep.config import env
-from lockstep.config.signed_store import SignedStore, read_secret
 from lockstep.errors import PeerFailure, TopologyError
 from lockstep.guard.dead_peers import describe, describe_left, find_dead, find_left
+from lockstep.job_store.signed_store import SignedStore, read_secret
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.topology import arrival, job_secret, sockets, threads
 from lockstep.topology.cause import Cause, Waker

@@ -7,8 +7,8 @@ from datetime import timedelta
 from torch.distributed import DistStoreError
 
 from lockstep.config import env
-from lockstep.config.signed_store import VARIABLE, SignedStore, describe_difference, fingerprint, read_secret
 from lockstep.errors import TopologyError
+from lockstep.job_store.signed_store import VARIABLE, SignedStore, describe_difference, fingerprint, read_secret
 from lockstep.rundir.format_ranks import name_ranks
 
 

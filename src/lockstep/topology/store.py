@@ -11,9 +11,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.config import env
-from lockstep.config.signed_store import SignedStore, read_secret
-from lockstep.config.store_server import host_store
 from lockstep.errors import TopologyError
+from lockstep.job_store.signed_store import SignedStore, read_secret
+from lockstep.job_store.store_server import host_store
 from lockstep.topology import arrival
 from lockstep.topology.topology import Topology
 

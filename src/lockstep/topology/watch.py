@@ -18,7 +18,6 @@ from lockstep.blackbox.peers import Peers, box_path
 from lockstep.blackbox.read import read_box, read_header
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
-from lockstep.config.signed_store import SignedStore, from_text
 from lockstep.guard import stack_note
 from lockstep.guard.dead_peers import describe, find_dead
 from lockstep.guard.mismatch import entered, mismatch
@@ -28,6 +27,7 @@ from lockstep.guard.reporter import STOPPED, Reporter
 from lockstep.guard.sigterm import SigtermReport
 from lockstep.guard.straggler import Clock
 from lockstep.guard.watcher import WATCHED, Found, Watcher, is_stopped, read_stall
+from lockstep.job_store.signed_store import SignedStore, from_text
 from lockstep.rundir import error_file, files
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.rundir.layout import RunDirectory

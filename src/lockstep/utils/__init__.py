@@ -1,9 +1,5 @@
 """The import place scripts know. Nothing lives here; each name comes from the room it belongs to."""
 
-from lockstep.checkpoint.loading import load_checkpoint_in_model
-from lockstep.checkpoint.saving import save
-from lockstep.checkpoint.shared_tensors import clean_state_dict_for_safetensors, id_tensor_storage
-from lockstep.checkpoint.sizes import convert_file_size_to_int
 from lockstep.comm.functional import (
     broadcast,
     broadcast_object_list,
@@ -35,11 +31,15 @@ from lockstep.config.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from lockstep.config.sizes import convert_file_size_to_int
 from lockstep.errors import DistributedOperationException
+from lockstep.estimate.activations import estimate_memory
 from lockstep.launch.basic_config import write_basic_config
-from lockstep.memory.activations import estimate_memory
 from lockstep.memory.batch_size import find_executable_batch_size
 from lockstep.memory.cache import clear_device_cache, get_max_memory, release_memory
+from lockstep.model_files.load import load_checkpoint_in_model
+from lockstep.model_files.save import save
+from lockstep.model_files.shared_tensors import clean_state_dict_for_safetensors, id_tensor_storage
 from lockstep.precision.mixed import convert_outputs_to_fp32, convert_to_fp32
 from lockstep.progress import tqdm
 from lockstep.strategies.unwrapping import extract_model_from_parallel

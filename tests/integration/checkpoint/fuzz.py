@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lockstep import CheckpointError
-from lockstep.checkpoint.weights import load_weights, write_weights
+from lockstep.model_files.weights import load_weights, write_weights
 from tests.unit.checkpoint.small_models import bits
 
 INDEX = "model.safetensors.index.json"

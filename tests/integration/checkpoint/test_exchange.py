@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.checkpoint.exchange import StoreExchange
-from lockstep.checkpoint.manifest import Entry
 from lockstep.checkpoint.save import Mark, Written
-from lockstep.config.signed_store import SignedStore
 from lockstep.errors import CheckpointError
+from lockstep.job_store.signed_store import SignedStore
+from lockstep.storage.manifest import Entry
 
 SECRET = "secret"
 WRITTEN: dict[tuple[int, int], set[str]] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.checkpoint.weights import write_weights
+from lockstep.model_files.weights import write_weights
 from tests.ranks import OLD_TORCH
 
 MEMORY = """
@@ -20,7 +20,7 @@ MEMORY = """
     import torch
     from torch import nn
 
-    from lockstep.checkpoint.loading import load_checkpoint_in_model
+    from lockstep.model_files.load import load_checkpoint_in_model
 
     def peak():
         text = Path("/proc/self/status").read_text()

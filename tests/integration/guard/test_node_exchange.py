@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.blackbox.snapshot import Op, Raw, Snapshot
-from lockstep.config.signed_store import SignedStore
 from lockstep.guard import node_exchange
 from lockstep.guard.node_exchange import Exchange
+from lockstep.job_store.signed_store import SignedStore
 
 
 def box(rank: int, **more: Any) -> Snapshot:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from lockstep.config.signed_store import SignedStore
+from lockstep.job_store.signed_store import SignedStore
 from lockstep.launch.rendezvous_backend import SignedBackend
 from lockstep.launch.rendezvous_state import check_state
 

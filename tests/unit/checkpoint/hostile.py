@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import hashing, manifest
-from lockstep.checkpoint.manifest import Entry, Manifest
+from lockstep.storage import hashing, manifest
+from lockstep.storage.manifest import Entry, Manifest
 
 Kind = Callable[[Path], str]
 """Damages a folder; the name of the file that an error has to name."""

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from lockstep import load_checkpoint_in_model
-from lockstep.checkpoint import discovery, manifest
-from lockstep.checkpoint.commit import Staging
-from lockstep.checkpoint.disk import Disk
-from lockstep.checkpoint.saving import replace_model
+from lockstep.checkpoint import discovery
 from lockstep.errors import CheckpointError
+from lockstep.model_files.save import replace_model
+from lockstep.storage import manifest
+from lockstep.storage.commit import Staging
+from lockstep.storage.disk import Disk
 from tests.unit.checkpoint.runs import Run
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.checkpoint import hashing, safe_pickle
-from lockstep.checkpoint.disk import Disk
+from lockstep.checkpoint import safe_pickle
 from lockstep.errors import CheckpointError
+from lockstep.storage import hashing
+from lockstep.storage.disk import Disk
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from lockstep import Accelerator, load_checkpoint_in_model
-from lockstep.checkpoint import discovery, manifest
+from lockstep.checkpoint import discovery
 from lockstep.checkpoint.state_files import StateFiles
 from lockstep.cli import main
 from lockstep.errors import CheckpointError
+from lockstep.storage import manifest
 
 pytestmark = pytest.mark.usefixtures("alone")
 

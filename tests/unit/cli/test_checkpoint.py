@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint import commit
-from lockstep.checkpoint.disk import Disk
 from lockstep.cli import main
+from lockstep.storage import commit
+from lockstep.storage.disk import Disk
 from tests.unit.checkpoint.runs import Run
 
 

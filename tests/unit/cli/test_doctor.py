@@ -71,10 +71,10 @@ def test_doctor_net_by_itself_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_doctor_net_alone_takes_two_on_the_cpu_or_all_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.launch import host
+    from lockstep.host import hardware
 
     for present, expected in ((0, ["2", "--cpu"]), (1, ["2", "--cpu"]), (8, ["8", "-m"])):
-        monkeypatch.setattr(host, "accelerators", lambda environ, present=present: (present, "cuda"))
+        monkeypatch.setattr(hardware, "accelerators", lambda environ, present=present: (present, "cuda"))
         command = doctor_net.job_words(parsed())
         at = command.index("--num_processes")
         assert command[at + 1 : at + 3] == expected

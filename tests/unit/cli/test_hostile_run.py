@@ -19,10 +19,10 @@ from lockstep.blackbox.peers import box_path
 from lockstep.cli import bundle, main, stacks
 from lockstep.doctor.net import findings, html
 from lockstep.launch import failure_report
-from lockstep.numerics.html import write_page
-from lockstep.numerics.read_trace import open_run
 from lockstep.optim import run_summary_file
 from lockstep.optim.run_summary import Record
+from lockstep.traces.html import write_page
+from lockstep.traces.read_trace import open_run
 from tests.browser import BROWSER, WHY_NOT, Page
 from tests.unit.doctor.net.reports import healthy
 from tests.unit.numerics.making import call, changed, small_run, stat, write

@@ -12,9 +12,9 @@ import torch
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Subset
 
-from lockstep.config.signed_store import SignedStore
 from lockstep.data.audit import Audit, Report, _identity, _resolve, count, judge
 from lockstep.data.global_batch import Round
+from lockstep.job_store.signed_store import SignedStore
 
 FINE = Report(length=6, bottom=6, identity="", presharded=False, complete=True, repeated=0)
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from lockstep.blackbox.box import Box
 from lockstep.blackbox.peers import box_path
-from lockstep.config.signed_store import SignedStore
 from lockstep.guard import node_exchange, straggler
 from lockstep.guard.watcher import Watcher
+from lockstep.job_store.signed_store import SignedStore
 from lockstep.rundir.layout import RunDirectory
 
 ALONE = (0.001, 0.004, 0.005, 0.020, 0.0005, 0.0)

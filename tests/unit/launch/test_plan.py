@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config import network
 from lockstep.config.launch import resolve_launch
 from lockstep.errors import ConfigError
-from lockstep.launch import host
+from lockstep.host import hardware, network
 from lockstep.launch.plan import Plan, Target, make_plan
 
 CODE = Target(script="train", kind="module", args=("--lr", "1"))
@@ -151,7 +150,7 @@ def test_devices_by_number() -> None:
 
 
 def test_cores_are_shared_out_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "usable_cores", lambda: 8)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 8)
     found = plan({"num_processes": 3})
     assert found.env["OMP_NUM_THREADS"] == "2"
     assert any("2 CPU threads for each of 3 processes on 8 cores" in note for note in found.notes)
@@ -296,7 +295,7 @@ def test_a_port_in_use_is_named_with_a_free_one(taken: int) -> None:
     (problem,) = refusal({"num_processes": 2, "main_process_port": taken})
     assert problem.startswith(f"Port {taken} is in use on this machine. Free now: ")
     free = int(problem.partition("Free now: ")[2].split()[0])
-    assert host.is_free(free)
+    assert hardware.is_free(free)
     assert plan({"num_processes": 2, "main_process_port": free}).endpoint == f"127.0.0.1:{free}"
 
 
@@ -316,7 +315,7 @@ def test_a_port_of_our_own_past_connections_is_free() -> None:
         with socket.create_connection(("127.0.0.1", port)) as client:
             server.accept()[0].close()
             client.recv(1)
-    assert host.is_free(port)  # though the connection is in TIME_WAIT
+    assert hardware.is_free(port)  # though the connection is in TIME_WAIT
 
 
 @pytest.mark.parametrize(
@@ -361,16 +360,16 @@ def test_the_kind_of_meeting(name: str | None, expected: str) -> None:
 
 
 def test_cores_of_this_process() -> None:
-    assert 1 <= host.usable_cores() <= len(os.sched_getaffinity(0))
+    assert 1 <= hardware.usable_cores() <= len(os.sched_getaffinity(0))
 
 
 def test_no_accelerator_is_looked_for_where_they_are_hidden() -> None:
-    assert host.accelerators({"CUDA_VISIBLE_DEVICES": ""}) == (0, "none")
+    assert hardware.accelerators({"CUDA_VISIBLE_DEVICES": ""}) == (0, "none")
 
 
 def test_ports() -> None:
-    assert not host.is_free(70_000)
-    assert host.is_free(host.next_free(65_535))
+    assert not hardware.is_free(70_000)
+    assert hardware.is_free(hardware.next_free(65_535))
 
 
 def test_interfaces() -> None:

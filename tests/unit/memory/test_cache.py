@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.config.sizes import in_bytes, in_words
 from lockstep.errors import ConfigError
 from lockstep.memory.cache import clear_device_cache, free_host_memory, get_max_memory, release_memory
-from lockstep.memory.sizes import in_bytes, in_words
 
 
 def test_released_objects_are_gone() -> None:

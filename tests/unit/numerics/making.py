@@ -7,8 +7,8 @@ from dataclasses import astuple, replace
 
 from hypothesis import strategies as st
 
-from lockstep.numerics.frames import Frame, Stat
-from lockstep.numerics.trace import open_trace
+from lockstep.traces.frames import Frame, Stat
+from lockstep.traces.trace import open_trace
 
 NUMBERS = st.floats(min_value=0) | st.just(math.nan)
 STATS = st.builds(

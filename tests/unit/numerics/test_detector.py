@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep import ConfigError, NumericsError
 from lockstep.debug_utils import DebugUnderflowOverflow, run_in_fp32
-from lockstep.numerics.frames import Frame
+from lockstep.traces.frames import Frame
 
 Out = pytest.CaptureFixture[str]
 

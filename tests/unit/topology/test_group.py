@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.config.signed_store import SignedStore
+from lockstep.job_store.signed_store import SignedStore
 from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 

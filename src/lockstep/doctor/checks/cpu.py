@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from lockstep.config import cgroups
 from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
-from lockstep.launch.host import usable_cores
+from lockstep.host import cgroups
+from lockstep.host.hardware import usable_cores
 
 
 def cores(situation: Situation) -> Finding:

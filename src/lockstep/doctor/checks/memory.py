@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 
-from lockstep.config import cgroups
 from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
+from lockstep.host import cgroups
 
 SHARED = "/dev/shm"
 _ENOUGH = 1 << 30

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import socket
 
-from lockstep.config import interfaces
 from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
+from lockstep.host import interfaces
 
 
 def own(situation: Situation) -> Finding:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lockstep.config import interfaces
-from lockstep.config.interfaces import Choice, Interface
-from lockstep.config.network import route_to
 from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
 from lockstep.errors import ConfigError
+from lockstep.host import interfaces
+from lockstep.host.interfaces import Choice, Interface
+from lockstep.host.network import route_to
 
 
 def chosen(situation: Situation) -> Iterator[Finding]:

@@ -7,11 +7,11 @@ import threading
 from contextlib import closing, suppress
 from typing import Any
 
-from lockstep.config import interfaces
-from lockstep.config.network import REFUSED, knock
 from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
-from lockstep.launch.host import is_free, next_free
+from lockstep.host import interfaces
+from lockstep.host.hardware import is_free, next_free
+from lockstep.host.network import REFUSED, knock
 
 _CONNECT = 3.0
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.config import cgroups, interfaces
-from lockstep.config.network import route_to
 from lockstep.doctor.checks import cpu
 from lockstep.doctor.net.results import Member
 from lockstep.doctor.net.tcp_probe import Listener
+from lockstep.host import cgroups, interfaces
+from lockstep.host.network import route_to
 from lockstep.topology.topology import Topology
 
 

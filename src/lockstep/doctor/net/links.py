@@ -9,11 +9,11 @@ from collections.abc import Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lockstep.config import interfaces
-from lockstep.config.network import route_to
 from lockstep.doctor.net import tcp_probe
 from lockstep.doctor.net.results import Contact, Link, Member
 from lockstep.doctor.net.schedule import Pair
+from lockstep.host import interfaces
+from lockstep.host.network import route_to
 
 CONNECT = 3.0
 """Seconds for one connection. All are tried at once, so this names every pair that cannot talk."""

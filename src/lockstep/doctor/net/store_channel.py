@@ -16,13 +16,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from lockstep.config import env
-from lockstep.config.signed_store import SignedStore, read_secret
-from lockstep.config.store_server import host_store
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import store_reachability
 from lockstep.doctor.net.results import Member
 from lockstep.errors import TopologyError
-from lockstep.launch.host import is_free, next_free
+from lockstep.host.hardware import is_free, next_free
+from lockstep.job_store.signed_store import SignedStore, read_secret
+from lockstep.job_store.store_server import host_store
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.topology.topology import Topology
 

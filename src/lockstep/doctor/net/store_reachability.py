@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from lockstep.config.network import REFUSED, knock, route_to
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net.results import Member
 from lockstep.errors import ConfigError
+from lockstep.host.network import REFUSED, knock, route_to
 
 ONE_TRY = 3.0
 """Seconds for one connection."""

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.config import cgroups, interfaces
-from lockstep.config.interfaces import Interface
 from lockstep.doctor.checks import cpu, devices, disk, kernel, memory, names, network, ports, ulimits
 from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
+from lockstep.host import cgroups, interfaces
+from lockstep.host.interfaces import Interface
 
 LO = Interface(name="lo", up=True, addresses=("127.0.0.1",))
 ETH = Interface(name="eth0", up=True, addresses=("192.0.2.7",), speed=1000)

@@ -1,0 +1,1 @@
+"""How much memory a model will take, before it is run."""

@@ -1,0 +1,1 @@
+"""What this host gives: cores, memory limits, accelerators, network interfaces, routes and ports."""

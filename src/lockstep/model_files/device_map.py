@@ -1,0 +1,155 @@
+"""Where each weight goes when a model is loaded in parts: a device map, a dtype, a folder for what stays on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.model_files.safetensors_file import raw
+from lockstep.model_files.shared_tensors import tied_names
+from lockstep.model_files.state_loader import Place, in_place
+from lockstep.storage.open_files import open_regular, read_small
+
+DISK = "disk"
+_LONGEST_INDEX = 1 << 26
+_META = torch.device("meta")
+
+
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype, also from its name: ``"float16"`` or ``"torch.float16"``."""
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if found is None and dtype is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(
+            f"dtype={dtype!r} is none that weights can have. Give one such as torch.float16 or 'bfloat16'."
+        )
+    return found
+
+
+class Placing:
+    """Says for each weight of a model where it goes. Making it checks that the map covers the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device_map: Mapping[str, Any] | None,
+        dtype: torch.dtype | None,
+        keep_in_fp32: Sequence[str] = (),
+        offload_buffers: bool = False,
+    ) -> None:
+        self._dtype, self._keep = dtype, tuple(keep_in_fp32)
+        self._on_host = set() if offload_buffers else {name for name, _ in model.named_buffers()}
+        self._map = None if device_map is None else _read_map(model, device_map)
+        if self._map is not None:
+            _check_ties(model, self._map)
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether some weight is not to be kept in memory."""
+        return self._map is not None and DISK in self._map.values()
+
+    def __call__(self, name: str, target: Tensor) -> Place:
+        """Where this weight goes."""
+        now = in_place(name, target)
+        dtype = now.dtype if self._dtype is None or not target.is_floating_point() else self._dtype
+        if dtype is not now.dtype and any(f"{part}." in name or part == name for part in self._keep):
+            dtype = torch.float32
+        if self._map is None:
+            return Place(now.device, dtype)
+        asked = self._map[_covering(name, self._map)]
+        if asked == DISK:
+            return Place(torch.device("cpu") if name in self._on_host else _META, dtype)
+        return Place(asked, dtype)
+
+
+def _read_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(device_map, Mapping):
+        raise ConfigError(
+            f"device_map={device_map!r} is not a table. Give one from names of modules to devices, such as "
+            '{"": "cpu"} or {"encoder": 0, "decoder": "disk"}.'
+        )
+    names = list(model.state_dict())
+    modules = {name for name, _ in model.named_modules()} | set(names)
+    if unknown := [key for key in device_map if key not in modules]:
+        raise ConfigError(f"device_map names parts that the model does not have: {', '.join(map(repr, unknown[:5]))}.")
+    places = {key: _device(key, value) for key, value in device_map.items()}
+    if bare := [name for name in names if _covering(name, places) is None]:
+        raise ConfigError(
+            f"device_map says nothing of {len(bare)} weights of the model: {', '.join(bare[:5])}. Name their modules, "
+            'or give a place for all others under "".'
+        )
+    return places
+
+
+def _device(key: str, value: Any) -> torch.device | str:
+    if value == DISK:
+        return DISK
+    try:
+        # An accelerator's number is made definite here, so that a weight that is there already is known to be.
+        return torch.empty(0, device=value).device
+    except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"device_map puts {key!r} on {value!r}, which cannot be used here: {reason}") from None
+
+
+def _covering(name: str, places: Collection[str]) -> Any:
+    """The longest key of the map that the name lies under."""
+    while name not in places:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _check_ties(model: nn.Module, places: Mapping[str, Any]) -> None:
+    for names in tied_names(model.state_dict(keep_vars=True)):
+        if len({places[_covering(name, places)] for name in names}) > 1:
+            told = ", ".join(f"{name} on {places[_covering(name, places)]}" for name in names)
+            raise ConfigError(
+                f"device_map puts one tensor that the model uses under several names on several places: {told}."
+            )
+
+
+class OffloadFolder:
+    """Weights on disk, each in a file of its raw values, with an index: as Accelerate keeps them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._file = folder, folder / "index.json"
+        self._index: dict[str, Any] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._file.exists():
+            text = read_small(open_regular(self._file), _LONGEST_INDEX, self._file)
+            try:
+                self._index = dict(json.loads(text))
+            except (ValueError, TypeError, RecursionError):
+                raise CheckpointError(
+                    f"{self._file} is there and cannot be read. Delete it, or give another offload_folder."
+                ) from None
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Keep a weight."""
+        if "/" in name or "\0" in name:
+            raise CheckpointError(f"{name!r} cannot be the name of a file, so this weight cannot be kept on disk.")
+        self._replace(self._folder / f"{name}.dat", raw(value) if value.numel() else b"")
+        self._index[name] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+
+    def finish(self) -> None:
+        """Write the index, in which what was there before stays."""
+        self._replace(self._file, json.dumps(self._index, indent=2).encode())
+
+    def _replace(self, path: Path, content: bytes | memoryview) -> None:
+        """A process may have the old file mapped: that one is left as it is."""
+        beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            beside.write_bytes(content)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Traces: the numbers of chosen batches in a file, and comparing two of them."""
