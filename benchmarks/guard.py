@@ -65,11 +65,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
+from lockstep import current
 from lockstep.blackbox.box import NoBox
+from lockstep.process_group.group import Group
 from lockstep.strategies.reductions import Reductions
 from lockstep.strategies.replica_check import EVERY, ReplicaCheck
-from lockstep.topology import current
-from lockstep.topology.group import Group
 
 OFF, OFF_AGAIN, CLOCKED = "without", "without (again)", "clocked"
 PLAIN, PLAIN_AGAIN = "plain", "plain (again)"
@@ -123,11 +123,11 @@ class ClockedBox(NoBox):
 
 @contextmanager
 def put(group: Group, box: NoBox) -> Iterator[None]:
-    before, group.box = group.box, box
+    before, group.monitor.box = group.box, box
     try:
         yield
     finally:
-        group.box = before
+        group.monitor.box = before
 
 
 def in_three_ways(group: Group, work: Work, spent: dict[str, list[float]]) -> dict[str, Work]:

@@ -55,7 +55,7 @@ def measure(file: str, repeats: int) -> None:
     from loop import make_accelerator, make_parts, make_raw
     from measure import Work, compare, interleave, new_accelerator, raw_all_gather, repeated, settle
 
-    from lockstep.topology import current
+    from lockstep import current
 
     warnings.filterwarnings("ignore")
     ranks = int(os.environ["WORLD_SIZE"])

@@ -37,9 +37,9 @@ from lockstep.guard.job import HISTORY
 from lockstep.guard.node_exchange import Exchange, _pack, _unpack
 from lockstep.guard.render import explain
 from lockstep.job_store.signed_store import SignedStore
+from lockstep.process_group.group import Group
 from lockstep.storage import hashing, manifest
 from lockstep.storage.disk import Disk
-from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
 PER_NODE = 8

@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that nobody launched and that nobody configured, before and after."""
-    from lockstep.topology import current
+    from lockstep import current
 
     job = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in os.environ:

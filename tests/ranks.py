@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep import current
 from lockstep.config.handlers import InitProcessGroupKwargs
+from lockstep.process_group.group import Group
 from lockstep.testing import ranks
-from lockstep.topology import current
-from lockstep.topology.group import Group
 
 OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 """Whether this is an older torch than the one that is tested in full: `make floor`."""

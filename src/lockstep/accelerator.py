@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lockstep import current
 from lockstep.checkpoint.checkpoint_methods import SavesModels
 from lockstep.comm import rng
 from lockstep.comm.collective_methods import Talk
@@ -47,7 +48,6 @@ from lockstep.state import AcceleratorState, GradientState, settle_precision
 from lockstep.strategies.choose import choose
 from lockstep.strategies.microbatch import MicroBatch
 from lockstep.strategies.prepare import Prepares
-from lockstep.topology import current
 from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Accelerator(Prepares, Talk, SavesModels):
                 number=self._number,
             ),
         )
-        self._group.on_reform(self._start_again)
+        self._group.on_rebuild(self._start_again)
         session.accelerator = self
         self._heed_signals(settings.save_on_signal)
         if advise not in ADVISERS:

@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from lockstep import current
 from lockstep.config import env, resolve
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.job_store.signed_store import SignedStore, read_secret
-from lockstep.topology import current, environments
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
+from lockstep.topology import environments
 from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep import current
 from lockstep.config import env
 from lockstep.errors import ConfigError
-from lockstep.topology import current, environments
+from lockstep.topology import environments
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lockstep import current
 from lockstep.comm.process_info import ProcessView
 from lockstep.config.choices import DebugTool
 from lockstep.config.env import snapshot
@@ -13,7 +14,6 @@ from lockstep.config.handlers import GradientAccumulationPlugin, InitProcessGrou
 from lockstep.config.settings import read_debug, read_precision
 from lockstep.errors import ConfigError, UsageError
 from lockstep.optim.accumulation import Accumulation, LoaderIteration
-from lockstep.topology import current
 
 
 class PartialState(ProcessView):

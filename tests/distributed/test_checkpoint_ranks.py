@@ -266,7 +266,7 @@ def saves_without_a_box(folder: str, who: tuple[int, ...]) -> list[str]:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(1, 1))
     if accelerator.process_index in who:
-        accelerator._group.box = NoBox("the disk is full")
+        accelerator._group.monitor.box = NoBox("the disk is full")
     for _ in range(2):
         accelerator.save_state(folder)
     return sorted(name for name in os.listdir(folder) if name.startswith("random_states"))

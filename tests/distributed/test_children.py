@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 from lockstep import Accelerator, PartialState, UsageError
+from lockstep.process_group import gloo_threads
 from lockstep.testing import run_ranks
-from lockstep.topology import threads
 from tests.ranks import in_soak
 
 LIMIT = 90.0
@@ -179,14 +179,14 @@ def test_a_worker_starts_whatever_gloo_is_doing(tmp_path: Path, count: int) -> N
 def waits_before_a_fork() -> list[bool]:
     accelerator = Accelerator(cpu=True)
     seen: list[bool] = []
-    real, threads.rest = threads.rest, lambda patience, unnamed: seen.append(unnamed) or True
+    real, gloo_threads.rest = gloo_threads.rest, lambda patience, unnamed: seen.append(unnamed) or True
     try:
         accelerator.wait_for_everyone()
         if not (child := os.fork()):
             os._exit(0)
         os.waitpid(child, 0)
     finally:
-        threads.rest = real
+        gloo_threads.rest = real
     return seen
 
 

@@ -378,8 +378,7 @@ def test_the_default_port_gives_way() -> None:
 
 
 def test_an_accelerator_in_this_process_is_refused() -> None:
-    from lockstep import Accelerator
-    from lockstep.topology import current
+    from lockstep import Accelerator, current
 
     Accelerator(cpu=True)
     try:

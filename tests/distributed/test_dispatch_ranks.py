@@ -23,8 +23,8 @@ from lockstep.comm import tensors
 from lockstep.data.dispatch import Delivery, Share, dispatch
 from lockstep.data.global_batch import Round
 from lockstep.errors import DataError, DistributedOperationException, PeerFailure, UsageError
+from lockstep.process_group.group import Group
 from lockstep.testing import run_ranks
-from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 from tests.ranks import in_soak, join
 
@@ -571,7 +571,7 @@ def source_fails(ticks: int) -> tuple[int, str, int | None, float]:
         for _ in dispatch(group, source() if group.rank == 0 else None, even=True):
             got, since = got + 1, time.monotonic()
     except OSError as error:
-        group.end(f"OSError: {error}", leaving=True)
+        group.abort(f"OSError: {error}", leaving=True)
         return got, str(error), None, time.monotonic() - since
     except PeerFailure as error:
         return got, str(error), error.rank, time.monotonic() - since
@@ -607,7 +607,7 @@ def unsendable(place: str) -> str:
     try:
         next(dispatch(group, source, even=True))
     except DataError as error:
-        group.end("DataError", leaving=True)
+        group.abort("DataError", leaving=True)
         return str(error)
     except PeerFailure as error:
         return str(error)

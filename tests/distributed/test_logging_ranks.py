@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep import current
 from lockstep.logging import PATIENCE, MultiProcessAdapter, get_logger
 from lockstep.testing import run_ranks
-from lockstep.topology import current
 from tests.ranks import in_soak
 
 # Start-up of a busy machine, three times over.

@@ -38,7 +38,7 @@ for call in (accelerator.wait_for_everyone, lambda: accelerator.gather(1), parti
 for name in ("gradient_accumulation_steps", "mixed_precision", "nothing"):
     assert not hasattr(accelerator, name)
 assert "pickled in rank 0 of 1" in str(pickle.loads(pickle.dumps(accelerator))._group.away)
-assert lockstep.topology.current.peek() is None
+assert lockstep.current.peek() is None
 """
 
 

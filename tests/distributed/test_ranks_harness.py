@@ -132,7 +132,7 @@ def break_the_reset() -> None:
         def reset(self) -> None:
             raise OSError("a group that does not close")
 
-    sys.modules["lockstep.topology.current"] = Broken()  # type: ignore[assignment]
+    sys.modules["lockstep.current"] = Broken()  # type: ignore[assignment]
 
 
 def draw() -> int:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep import current
 from lockstep.comm import rng, tensors
 from lockstep.errors import ConfigError, DistributedOperationException
 from lockstep.testing import run_ranks
-from lockstep.topology import current
 
 
 def start(seed: int = 100, debug: bool = False) -> tuple[int, torch.Generator]:

@@ -21,11 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Accelerator
+from lockstep import Accelerator, current
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.testing import run_ranks
 from lockstep.testing.ranks import Ranks
-from lockstep.topology import current
 from tests import slopes
 from tests.durations import Note
 from tests.slopes import Usage

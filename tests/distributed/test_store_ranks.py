@@ -20,12 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Accelerator
+from lockstep import Accelerator, current
 from lockstep.comm.agree import agree
 from lockstep.job_store import signed_store
 from lockstep.logging import get_logger
 from lockstep.testing import run_ranks
-from lockstep.topology import current
 from tests.distributed.test_launch import environment
 from tests.durations import Note
 from tests.ranks import free_port, join

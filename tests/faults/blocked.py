@@ -20,12 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep import Accelerator
+from lockstep import Accelerator, current
 from lockstep.comm.agree import agree
 from lockstep.comm.objects import gather_object
 from lockstep.config.handlers import DistributedDataParallelKwargs
-from lockstep.topology import current
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 WIDTH = 96
 

@@ -15,15 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep import Accelerator
+from lockstep import Accelerator, current
 from lockstep.comm import tensors
 from lockstep.comm.agree import Agreement, agree
 from lockstep.comm.objects import all_objects
 from lockstep.errors import PeerFailure
+from lockstep.process_group.group import Group
 from lockstep.testing import Outcome, run_ranks
 from lockstep.testing.faults import die
-from lockstep.topology import current
-from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 from tests.faults import blocked
 from tests.ranks import in_soak, join

@@ -83,7 +83,7 @@ RAW_READS = ("multi_get", "compare_set", "queue_pop")
 SIGNED_READS = ("peek", "peek_all", "claim")
 READS_UNSIGNED = {
     "job_store/signed_store.py": "checks the signatures",
-    "topology/job_secret.py": "fingerprints of the secret, compared as texts",
+    "process_group/job_secret.py": "fingerprints of the secret, compared as texts",
     "launch/rendezvous_backend.py": "signs and checks the state of torch's rendezvous",
 }
 """Modules that may read torch's store past the signatures, and what."""

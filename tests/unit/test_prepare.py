@@ -218,7 +218,7 @@ def test_freed_objects_are_gone(call: str, precision: str, window: int) -> None:
 
 def test_a_dropped_accelerator_lets_go_of_everything() -> None:
     """Also of what the watch over unprepared optimizers knows."""
-    from lockstep.topology import current
+    from lockstep import current
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     given = objects()

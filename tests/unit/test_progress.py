@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
+from lockstep import current
 from lockstep.errors import ConfigError
+from lockstep.process_group.group import Group
 from lockstep.progress import tqdm
-from lockstep.topology import current
-from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("alone")  # another test may have left a session

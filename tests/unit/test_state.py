@@ -15,8 +15,8 @@ from lockstep import (
     GradientState,
     PartialState,
     UsageError,
+    current,
 )
-from lockstep.topology import current
 
 pytestmark = pytest.mark.usefixtures("alone")
 

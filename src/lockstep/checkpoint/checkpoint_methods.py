@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.errors import ConfigError
+from lockstep.process_group.group import Group
 from lockstep.rundir import constants
-from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:

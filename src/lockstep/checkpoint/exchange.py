@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.comm.objects import all_objects
 from lockstep.errors import CheckpointError
 from lockstep.guard.dead_peers import describe, find_dead
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 Exchange = Callable[[Any, str], list[Any]]
 """Called on: all ranks. Every rank's value, of what JSON knows, in rank order; the text says what for."""

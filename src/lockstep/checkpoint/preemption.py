@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from lockstep.guard.dead_peers import find_dead
 from lockstep.logging import get_notices
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _MARGIN = 2

@@ -21,15 +21,15 @@ from lockstep.blackbox.box import Box
 from lockstep.blackbox.read import read_all
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
+from lockstep.config.stall import read_stall_seconds
 from lockstep.errors import CheckpointError
 from lockstep.guard import stack_note
 from lockstep.guard.diagnose import elsewhere
+from lockstep.guard.rank import REMOTE
 from lockstep.guard.rank_location import span
-from lockstep.guard.watcher import read_stall
 from lockstep.job_store.signed_store import from_text
 from lockstep.logging import get_notices
-from lockstep.topology.group import Group
-from lockstep.topology.watch import REMOTE
+from lockstep.process_group.group import Group
 
 _CURRENT = "save/current/{rank}"
 """Where in the job's store a rank says which save it waits in."""
@@ -72,7 +72,7 @@ class _Rendezvous:
         self._store = group.store
         self._began = time.monotonic()
         self._look_after = self._began + _LOOK
-        self._report_after = read_stall(env.snapshot())
+        self._report_after = read_stall_seconds(env.snapshot())
         self._others: set[str] = set()
         """Where ranks wait that cannot tell, or be told, after how many collectives."""
 

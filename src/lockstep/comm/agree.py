@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lockstep.comm.objects import all_objects
 from lockstep.errors import PeerFailure
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 Value = TypeVar("Value")
 
@@ -84,14 +84,14 @@ def agree(group: Group, step: Callable[[], Value], *, watched: bool = False) -> 
     """
     if group.world_size == 1:
         return _alone(group, step)
-    group.arm()
-    outside, group.sheltered = group.sheltered, group.sheltered or not watched
-    group.box.recovering(group.sheltered)
+    group.enable_recovery()
+    outside, group.guard_suspended = group.guard_suspended, group.guard_suspended or not watched
+    group.box.recovering(group.guard_suspended)
     try:
         with _leavable(group):
             return _together(group, step)
     finally:
-        group.sheltered = outside
+        group.guard_suspended = outside
         group.box.recovering(outside)
 
 
@@ -137,7 +137,7 @@ def _together(group: Group, step: Callable[[], Value]) -> Agreement[Value]:
     except Exception as caught:
         error = caught
     except BaseException as caught:  # the user's Ctrl-C or sys.exit: this rank will not come back
-        group.end(_line(caught), leaving=True)
+        group.abort(_line(caught), leaving=True)
         raise
     finally:
         group.scopes -= 1
@@ -145,7 +145,7 @@ def _together(group: Group, step: Callable[[], Value]) -> Agreement[Value]:
     failure = None
     if not group.is_consequence(error):
         failure = _failure(group.rank, error)
-        group.end(_line(error))
+        group.abort(_line(error))
     clear_frames(error)
     if group.leaving:
         raise error if isinstance(error, PeerFailure) else group.explain(error, "running a common step") from error
@@ -164,7 +164,7 @@ def _alone(group: Group, step: Callable[[], Value]) -> Agreement[Value]:
 
 def _recover(group: Group, scope: int, failure: Failure | None) -> tuple[Failure, ...]:
     """Called on: all ranks. Form the group again and tell each other what happened."""
-    group.reform()
+    group.rebuild()
     reports: list[tuple[int, int, Failure | None]] = all_objects(group, (scope, group.tick, failure))
     outermost = min(report[0] for report in reports)
     failures = tuple(report[2] for report in reports if report[2] is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.comm import verify
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 
 def barrier(group: Group) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.comm import tensors
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 if TYPE_CHECKING:
     from lockstep.comm.agree import Agreement

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.comm.barrier import barrier
 from lockstep.errors import ConfigError
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 from lockstep.topology.topology import Topology
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep import current
 from lockstep.comm import objects, tensors
 from lockstep.comm.barrier import barrier
-from lockstep.topology import current
 
 
 def gather(tensor: Any) -> Any:

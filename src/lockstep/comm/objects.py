@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.comm import verify
 from lockstep.comm.all_gather import gather_host
 from lockstep.errors import ConfigError
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 _FRAME = 4096
 _HEADER = 8
@@ -124,7 +124,7 @@ def _broadcast(group: Group, frame: Tensor, from_process: int) -> Tensor:
     carried = frame if group.talks_host else frame.to(group.device)
     options = dist.BroadcastOptions()
     options.rootRank = from_process
-    group.wait(group.carriers[carried.device].broadcast([carried], options), "broadcasting objects")
+    group.wait(group.backends[carried.device].broadcast([carried], options), "broadcasting objects")
     return carried.cpu()
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.topology import current
-from lockstep.topology.away import Away
-from lockstep.topology.group import Group
+from lockstep import current
+from lockstep.process_group.child_process import Away
+from lockstep.process_group.group import Group
 from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:

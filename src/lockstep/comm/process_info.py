@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from lockstep import current
 from lockstep.comm import control
 from lockstep.comm.barrier import barrier
 from lockstep.config.choices import DistributedType
 from lockstep.errors import ConfigError
-from lockstep.topology import current
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 from lockstep.topology.topology import Topology
 
 

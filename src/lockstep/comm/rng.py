@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep import current
 from lockstep.comm import tensors
 from lockstep.config import env
 from lockstep.config.choices import RNGType
 from lockstep.errors import ConfigError
-from lockstep.topology import current, environments
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
+from lockstep.topology import environments
 
 _LARGEST_SEED = 2**32 - 1
 """What numpy's generator takes; torch and Python would take more."""

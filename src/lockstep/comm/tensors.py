@@ -18,7 +18,7 @@ from lockstep.blackbox import layout
 from lockstep.comm import nested_tensors, trees, verify
 from lockstep.comm.all_gather import CARRIED, OPTIONS, all_gather, gather_host
 from lockstep.errors import ConfigError, DistributedOperationException
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 _ALIGN = 16
 _KEEP_BYTES = 1 << 20
@@ -153,7 +153,7 @@ def gather(group: Group, tree: Any) -> Any:
     """
     if group.world_size == 1:
         return tree
-    if group.cause is not None:
+    if group.abort_reason is not None:
         group.check("gathering tensors")
     if not isinstance(tree, Tensor) or group.debug:
         leaves, signature = trees.flatten(tree)
@@ -173,7 +173,7 @@ def gather(group: Group, tree: Any) -> Any:
             leaf, shape = leaf.view(1), torch.Size((1,))  # gloo refuses a source without a dimension
         result = torch.empty((group.world_size * shape[0], *shape[1:]), dtype=dtype, device=device)
         if dtype in CARRIED and leaf.numel():
-            group.wait(group.carriers[device]._allgather_base(result, leaf, OPTIONS), "gathering tensors")
+            group.wait(group.backends[device]._allgather_base(result, leaf, OPTIONS), "gathering tensors")
         elif leaf.numel():
             all_gather(group, result, leaf)
         return result
@@ -193,7 +193,7 @@ def gather_flat(
 
     ``plan`` is what is remembered under the signature; ``depth`` frames up from a black box is who has called us.
     """
-    if group.cause is not None:
+    if group.abort_reason is not None:
         group.check("gathering tensors")
     if plan is None:
         plan = _plan(group, leaves, signature)
@@ -204,7 +204,7 @@ def gather_flat(
         else:
             buffer, rows = plan.receiving()
             if plan.nbytes:
-                work = group.carriers[plan.device]._allgather_base(buffer, plan.pack(leaves), OPTIONS)
+                work = group.backends[plan.device]._allgather_base(buffer, plan.pack(leaves), OPTIONS)
                 group.wait(work, "gathering tensors")
     finally:
         group.box.leave(number)
@@ -380,7 +380,7 @@ def _combine(group: Group, leaves: list[Tensor], signature: tuple[Any, ...], tre
 
 def _combine_in_place(group: Group, flat: Tensor, largest: bool) -> None:
     """Called on: all ranks. Sum, or the largest values, by the backend."""
-    carrier, options = group.carriers[flat.device], dist.AllreduceOptions()
+    carrier, options = group.backends[flat.device], dist.AllreduceOptions()
     if not largest:
         group.wait(carrier.allreduce([flat], options), "reducing tensors")
         return
@@ -431,7 +431,7 @@ def broadcast_leaves(
         torch._foreach_copy_(places, list(leaves))
     options = dist.BroadcastOptions()
     options.rootRank = from_process
-    group.wait(group.carriers[packed.device].broadcast([packed], options), "broadcasting tensors")
+    group.wait(group.backends[packed.device].broadcast([packed], options), "broadcasting tensors")
     if group.rank != from_process:
         # A tensor made in inference mode can be written to only there.
         with torch.inference_mode(any(leaf.is_inference() for leaf in leaves)), torch.no_grad():

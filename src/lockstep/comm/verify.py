@@ -21,7 +21,7 @@ from lockstep.comm import trees
 from lockstep.comm.all_gather import all_gather, gather_host
 from lockstep.guard.mismatch import refusal, understand_boxes
 from lockstep.guard.remedies import Why, different_arguments
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 _FRAME = 8192
 _HEAD = 16

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 from lockstep.data.global_batch import Round
 from lockstep.data.sampler import SeedableRandomSampler
 from lockstep.job_store.signed_store import from_fields
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 _MOST = 50_000_000
 """Samples from which on a count of each would be felt."""

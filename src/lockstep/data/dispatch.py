@@ -28,7 +28,7 @@ from torch import Tensor
 from lockstep.comm import trees, verify
 from lockstep.data.global_batch import Round
 from lockstep.errors import DataError, UsageError
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 _DOING = "receiving a batch"
 _FRAME = 4096
@@ -172,7 +172,7 @@ class _Desk:
         options = dist.ScatterOptions()
         options.rootRank = 0
         # Rank 0's own row is its result too: it keeps its batch, so nothing needs to be copied for it.
-        carrier = group.carriers[carried[0].device]
+        carrier = group.backends[carried[0].device]
         group.wait(carrier.scatter([carried[0]], [carried] if group.rank == 0 else [], options), _DOING)
         return carried[0].cpu()
 

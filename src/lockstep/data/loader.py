@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch.utils.data import DataLoader
 
+from lockstep import current
 from lockstep.blackbox.box import NoBox
 from lockstep.data import loader_state
 from lockstep.data.current_batch import CurrentBatch
@@ -17,8 +18,7 @@ from lockstep.data.global_batch import Round
 from lockstep.data.iteration import Iteration
 from lockstep.data.shards import UNKNOWN, Shard
 from lockstep.errors import UsageError
-from lockstep.topology import current
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 if TYPE_CHECKING:
     from lockstep.data.prefetcher import Mover

@@ -20,7 +20,7 @@ from lockstep.comm import objects, tensors, trees, verify
 from lockstep.comm.raw_bytes import as_bytes
 from lockstep.data.global_batch import ItemCounts, Round
 from lockstep.errors import DistributedOperationException, UsageError
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 _DOING = "gathering for metrics"
 _RECORDS = frozenset(("dict", "mapping", "named", "dataclass"))

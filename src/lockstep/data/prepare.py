@@ -18,7 +18,7 @@ from lockstep.data.shards import Deal, DealtBatchSampler, Shard, ShardedBatchSam
 from lockstep.data.skip import SkippedSampler, skip_unprepared
 from lockstep.data.tagged_batch import Tagging
 from lockstep.errors import ConfigError, UsageError
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 
 def prepare_loader(

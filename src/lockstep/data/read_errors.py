@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.data.global_batch import Round, name_samples
 from lockstep.errors import PeerFailure
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 _TOLD = "_lockstep_told"
 
@@ -28,7 +28,7 @@ def tell(error: Exception, group: Group, round_: Round | None) -> None:
     if group.world_size > 1 and not group.scopes:
         details = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         with suppress(RuntimeError):  # the store may be gone; the user's own error is the one to show
-            group.end(f"{what}: {_line(error)}", leaving=True, details=details)
+            group.abort(f"{what}: {_line(error)}", leaving=True, details=details)
 
 
 def of_lost_worker(error: Exception, batches: Any) -> Exception:

@@ -22,6 +22,7 @@ from typing import Any
 
 from lockstep.blackbox import sites
 from lockstep.blackbox.snapshot import Raw, TorchCall
+from lockstep.blackbox.step_clock import StepClock
 from lockstep.guard import stack_note, straggler
 from lockstep.guard.torch_calls import calls_of, can_list_stacks, is_default
 
@@ -44,7 +45,7 @@ class Reporter:
         box: Any,
         note: Path,
         is_stopped: Callable[[], bool],
-        clock: straggler.Clock | None = None,
+        clock: StepClock | None = None,
         also: Callable[[], None] = lambda: None,
         still: Callable[[tuple[int, int, int]], None] = lambda _: None,
         before_stop: Callable[[], None] = lambda: None,

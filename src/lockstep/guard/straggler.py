@@ -16,8 +16,7 @@ the other machines asked, and ever more seldom where nobody stands out.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median, quantiles
@@ -36,47 +35,12 @@ SETTLE = 3.0
 """Seconds for which all ranks must have waited before other machines are asked: their times come a little later."""
 PAUSE, LONGEST = 300.0, 1800.0
 """Seconds between the first two questions; each time twice as many, up to the second."""
-_KEPT = 64
-_SAMPLES = 20
-"""Looks at the workers from which on the share of time that they are busy is known well enough."""
 _PHASES = ("data", "forward", "backward")
 _ADVICE = {
     "data": "Look at what its loader reads: a slower disk or mount, larger samples, too few num_workers.",
     "forward": "Look for larger inputs there, other programs on its device or cores, throttling for heat or power.",
     "backward": "Look for larger inputs there, other programs on its device or cores, throttling for heat or power.",
 }
-
-
-class Clock:
-    """When this rank asked for data and got it, entered backward and left it: its latest steps while it is on."""
-
-    __slots__ = ("backwards", "busy", "fetches", "on", "workers")
-
-    def __init__(self) -> None:
-        self.on = False
-        """Whether the loop is to note its times: now and then is enough."""
-        self.fetches: deque[tuple[float, float]] = deque(maxlen=_KEPT)
-        """When the loader was asked, and when it answered."""
-        self.backwards: deque[tuple[float, float]] = deque(maxlen=_KEPT)
-        """When a backward that averages gradients was entered and left."""
-        self.workers: Callable[[], float] | None = None
-        """What gives the share of the loader's worker processes that are busy; None where this rank reads by itself."""
-        self.busy: deque[float] = deque(maxlen=_KEPT)
-        """These shares, at moments that have nothing to do with the steps."""
-
-    def sample(self) -> None:
-        """Look at the workers."""
-        workers = self.workers
-        if workers is not None:
-            self.busy.append(workers())
-        elif self.busy:
-            self.busy.popleft()  # of an epoch that has ended
-
-    def busy_share(self) -> float:
-        """The share of their time that the workers are busy: 0 without any, all of it while that is not known."""
-        if len(self.busy) >= _SAMPLES:
-            return sum(self.busy) / len(self.busy)
-        return 1.0 if self.busy or self.workers is not None else 0.0
 
 
 def own_times(

@@ -10,15 +10,14 @@ import json
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.blackbox import processes, read
 from lockstep.blackbox.snapshot import Snapshot
-from lockstep.config import env
-from lockstep.config.resolve import resolve
+from lockstep.config.stall import STALL_SECONDS
 from lockstep.guard import stack_note
 from lockstep.guard.diagnose import diagnose
 from lockstep.guard.diagnosis import Diagnosis
@@ -38,8 +37,6 @@ INTERVAL = 0.5
 """Seconds between two looks."""
 BLOCKED = 1.0
 """Seconds in one collective after which a rank counts as waiting."""
-STALL = 30.0
-"""Seconds after which a wait that may still end is told."""
 _SELDOM = 10.0
 _LOST = 5.0
 """Seconds without an answer, after a failure, for which a node counts as lost."""
@@ -69,7 +66,7 @@ class Watcher:
         *,
         tell: Callable[[str], None],
         stop: Callable[[Found], None],
-        stall: float = STALL,
+        stall: float = STALL_SECONDS,
         mine: Callable[[Snapshot], bool] = lambda box: True,
         restarts: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -364,11 +361,6 @@ def _same(one: Diagnosis, other: Diagnosis) -> bool:
         return diagnosis.kind, tuple((place.ranks, place.site) for place in places)
 
     return at(one) == at(other)
-
-
-def read_stall(environ: Mapping[str, str]) -> float:
-    """Seconds after which a wait that may still end is told."""
-    return resolve("stall_seconds", None, STALL, environ, lambda text, name: float(env.parse_int(text, name))).value
 
 
 def write_down(directory: RunDirectory, found: Found) -> None:

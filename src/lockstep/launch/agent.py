@@ -29,9 +29,10 @@ from torch.distributed.elastic.utils import store as store_util
 
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
+from lockstep.config.stall import read_stall_seconds
 from lockstep.errors import TopologyError
 from lockstep.guard.node_exchange import Node
-from lockstep.guard.watcher import WATCHED, Found, Watcher, read_stall
+from lockstep.guard.watcher import WATCHED, Found, Watcher
 from lockstep.job_store.signed_store import SignedStore, read_secret
 from lockstep.launch import failure_report, leftovers, rendezvous
 from lockstep.launch.failure_report import Exit
@@ -297,7 +298,7 @@ def _watcher(agent: Agent, tell: Callable[[str], None], plan: Plan, meeting: ren
         RunDirectory(path=Path(environ[constants.VARIABLE])),
         tell=lambda text: tell(f"the guard says:\n{text}"),
         stop=agent.judge,
-        stall=read_stall(environ),
+        stall=read_stall_seconds(environ),
         mine=mine,
         restarts=lambda: agent._remaining_restarts > 0,
     )

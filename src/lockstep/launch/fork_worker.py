@@ -256,7 +256,7 @@ def _die_with_parent() -> None:
 def _leave_job() -> None:
     """As a script does when it ends. Looked up, not imported: what was never used needs no closing."""
     try:
-        current = sys.modules.get("lockstep.topology.current")
+        current = sys.modules.get("lockstep.current")
         if current is not None:
             current.reset()
     except Exception:

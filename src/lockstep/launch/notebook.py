@@ -254,7 +254,7 @@ def _misplaced(environ: Mapping[str, str], *, alone: bool, kind: str, devices: i
         return
     if alone:
         return
-    current = sys.modules.get("lockstep.topology.current")
+    current = sys.modules.get("lockstep.current")
     distributed = sys.modules.get("torch.distributed")
     if current is not None and current.peek() is not None:
         yield (
@@ -306,12 +306,12 @@ def _run_here(ask: _Ask) -> Any:
             _say_restart(f"{type(error).__name__}: {error}", ask.max_restarts - restarts_left + 1, ask.max_restarts)
         finally:
             if before is None and _session() is not None:
-                sys.modules["lockstep.topology.current"].reset()
+                sys.modules["lockstep.current"].reset()
     raise AssertionError("the last time returns or raises")
 
 
 def _session() -> Any:
-    current = sys.modules.get("lockstep.topology.current")
+    current = sys.modules.get("lockstep.current")
     return None if current is None else current.peek()
 
 

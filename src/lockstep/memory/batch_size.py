@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from lockstep import current
 from lockstep.comm.agree import agree, drop_tracebacks
 from lockstep.comm.objects import all_objects
 from lockstep.comm.rng import States
@@ -22,8 +23,8 @@ from lockstep.memory.batch_size_args import check_function, passed_in, positiona
 from lockstep.memory.cache import clear_device_cache
 from lockstep.memory.oom_detect import describe, is_out_of_memory
 from lockstep.memory.progress import SearchBar
-from lockstep.topology import current, environments
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
+from lockstep.topology import environments
 
 TRIAL_UPDATES = 2
 """Updates after which a trial is broken off: the first makes the optimizer's state, so the second shows the peak."""

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from lockstep.config.sizes import check_size
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 
 class MemoryTools:

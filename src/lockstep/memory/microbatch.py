@@ -22,7 +22,7 @@ from lockstep.errors import ConfigError, OutOfMemory, UsageError
 from lockstep.logging import get_notices
 from lockstep.memory.cache import clear_device_cache
 from lockstep.memory.oom_detect import describe, is_out_of_memory
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 Split = Callable[[Any, slice], Any]
 

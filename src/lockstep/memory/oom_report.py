@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep import current
 from lockstep.config.sizes import in_words
 from lockstep.errors import OutOfMemory, PeerFailure
 from lockstep.memory.cache import free_device_memory, free_host_memory
 from lockstep.memory.oom_detect import is_out_of_memory, requested_bytes, root_of
-from lockstep.topology import current
 
 _SHOWN = 5
 """How many of the largest tensors are told."""

@@ -15,7 +15,7 @@ from lockstep.comm.tensors import broadcast
 from lockstep.errors import CheckpointError
 from lockstep.model_files.tensor_entry import is_stored
 from lockstep.model_files.weights import Weights
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 
 @dataclass(frozen=True)

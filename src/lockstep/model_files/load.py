@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep import current
 from lockstep.errors import CheckpointError, ConfigError, NotYetError
 from lockstep.logging import get_logger
 from lockstep.model_files.broadcast_load import all_or_none, from_rank_0
@@ -24,7 +25,6 @@ from lockstep.model_files.tensor_entry import some
 from lockstep.model_files.unwrap import inner_model
 from lockstep.model_files.weights import Weights, open_weights
 from lockstep.storage.commit import pending_file
-from lockstep.topology import current
 
 
 def load_checkpoint_in_model(

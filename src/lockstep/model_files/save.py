@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lockstep import current
 from lockstep.config.sizes import shard_size
 from lockstep.errors import CheckpointError
 from lockstep.logging import get_notices
@@ -17,7 +18,6 @@ from lockstep.model_files.shared_tensors import clean_state_dict_for_safetensors
 from lockstep.model_files.writer import PLAIN, DiskSink
 from lockstep.storage import commit, state_weights
 from lockstep.storage.disk import Disk
-from lockstep.topology import current
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:

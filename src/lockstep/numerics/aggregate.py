@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lockstep.errors import TopologyError
 from lockstep.job_store.signed_store import from_fields, from_text
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 PATIENCE = timedelta(seconds=60)
 """How long the rank that tells waits for what the others have found: they run their batch once more meanwhile."""

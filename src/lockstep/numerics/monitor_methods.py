@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.config.choices import DebugTool, NanPolicy
 from lockstep.config.recording import NumericsRecord
 from lockstep.numerics.policy import Surroundings, Watch
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 
 class Watched:

@@ -24,7 +24,7 @@ from lockstep.numerics.async_check import Late
 from lockstep.numerics.dtype_limits import SCALER_PATIENCE
 from lockstep.numerics.replay_buffer import Forward, Recall
 from lockstep.numerics.unwrap import innermost, is_compiled
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 if TYPE_CHECKING:
     from lockstep.numerics.reporting import Teller

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep import current
 from lockstep.config import env
 from lockstep.errors import LockstepError
 from lockstep.rundir import files
-from lockstep.topology import current, environments
+from lockstep.topology import environments
 
 
 @dataclass(frozen=True, kw_only=True)

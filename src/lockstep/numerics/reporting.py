@@ -19,7 +19,7 @@ from lockstep.numerics.process import keep
 from lockstep.numerics.replay import replay
 from lockstep.numerics.replay_buffer import Forward
 from lockstep.numerics.report import Hit
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 _REPLAYS = 5
 """So many bad batches are run once more; after that each is told in a line."""
@@ -141,7 +141,7 @@ def attach_detector(
         print(text, flush=True)
         kept = keep(folder, group.rank, text)
         if group.world_size > 1:
-            group.end(f"NumericsError: {hit.line()}", leaving=True)
+            group.abort(f"NumericsError: {hit.line()}", leaving=True)
         raise NumericsError(report.reason(hit, place, kept))
 
     return DebugUnderflowOverflow(model, found=found, rank=group.rank, world_size=group.world_size, **options)

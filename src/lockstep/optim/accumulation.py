@@ -14,7 +14,7 @@ from lockstep.comm import tensors
 from lockstep.config.choices import TailDivisor
 from lockstep.config.handlers import GradientAccumulationPlugin, check_steps
 from lockstep.errors import ConfigError, UsageError
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 
 class LoaderIteration(Protocol):

@@ -11,8 +11,8 @@ from torch import nn
 
 from lockstep.config.handlers import DistributedDataParallelKwargs
 from lockstep.optim.accumulation import Accumulation
+from lockstep.process_group.group import Group
 from lockstep.strategies.single import Single
-from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:

@@ -23,13 +23,13 @@ from lockstep.config.handlers import DistributedDataParallelKwargs
 from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.guard.torch_calls import allow_stacks
 from lockstep.optim.accumulation import Accumulation
+from lockstep.process_group.group import Group
 from lockstep.strategies.ddp_module import BUFFER_OPTION, untraced
 from lockstep.strategies.ddp_module import DistributedDataParallel as Replica
 from lockstep.strategies.grad_allreduce import average_gradients
 from lockstep.strategies.reductions import Reductions
 from lockstep.strategies.trained_parameters import TrainedParameters
 from lockstep.strategies.uneven_inputs import Stateful, check_joinables, joined
-from lockstep.topology.group import Group
 from lockstep.topology.topology import Topology
 
 _SYNC_BYTES = 32 << 20
@@ -47,9 +47,9 @@ class DDP:
         self._reductions = Reductions(group)
         # DDP's exchange of used parameters may be pending in what a failed backward left: that then holds the group's
         # last reference, and its end would wait for threads that wait for the GIL.
-        group.hoards = group.hoards or options.find_unused_parameters
-        group.on_arm(self._arm)
-        group.on_reform(self._reductions.restart)
+        group.keeps_old_groups = group.keeps_old_groups or options.find_unused_parameters
+        group.on_enable_recovery(self._arm)
+        group.on_rebuild(self._reductions.restart)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Called on: all ranks. The model, with rank 0's weights, averaging its gradients over all ranks."""
@@ -137,7 +137,7 @@ class DDP:
         hook, state = _compression(self._group, self._options)
         if isinstance(wrapped, Replica):  # a script's own DDP can be joined, and is not prepared
             wrapped.meet_at_next_forward(None)  # what was planned in the generation before
-        if self._topology.device.type == "cpu" and (armed or self._group.armed or hook is not None):
+        if self._topology.device.type == "cpu" and (armed or self._group.recovery_enabled or hook is not None):
             reference = weakref.ref(wrapped)  # torch would never let go of a model that its own hook holds
             average = _averaging(
                 self._group,
@@ -347,7 +347,7 @@ def _averaging(
         promise = new_promise([])
         if hook is None:
             buffer = bucket.buffer().mul_(share)  # as DDP itself does, to the bit
-            under_way.append(group.carriers[buffer.device].allreduce([buffer], options))
+            under_way.append(group.backends[buffer.device].allreduce([buffer], options))
             promised.append((promise, buffer))
         else:
             under_way.append(FutureWork(hook(state, bucket)))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.comm import tensors
 from lockstep.errors import UsageError
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 _ALONE_BYTES = 1 << 20
 """Gradients from this size on travel as they are; smaller ones are packed together."""
@@ -39,7 +39,7 @@ def average_gradients(group: Group, parameters: Sequence[Tensor]) -> None:
     try:
         for pack in _packs(gradients):
             flat = pack[0].mul_(share) if len(pack) == 1 else torch.cat([item.reshape(-1) for item in pack]).mul_(share)
-            group.wait(group.carriers[flat.device].allreduce([flat], dist.AllreduceOptions()), "averaging gradients")
+            group.wait(group.backends[flat.device].allreduce([flat], dist.AllreduceOptions()), "averaging gradients")
             if len(pack) > 1:
                 pieces = flat.split([item.numel() for item in pack])
                 torch._foreach_copy_(pack, [piece.view_as(item) for piece, item in zip(pieces, pack, strict=True)])

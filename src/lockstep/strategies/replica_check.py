@@ -16,7 +16,7 @@ from lockstep.comm.replicas import Checksums, checksums, difference, label
 from lockstep.config import env
 from lockstep.config.resolve import resolve
 from lockstep.logging import get_notices
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 EVERY = 500
 """Optimizer steps between two comparisons, unless set otherwise."""

@@ -29,7 +29,7 @@ from lockstep.comm.objects import all_objects, broadcast_object_list
 from lockstep.comm.tensors import broadcast_leaves
 from lockstep.errors import PeerFailure, UsageError
 from lockstep.optim.accumulation import Accumulation
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 
 _DOING = "training on uneven inputs"
 

@@ -189,7 +189,7 @@ def _failure(error: BaseException, at: float) -> Reply:
 def _reset() -> Reply:
     """Leave the job this process is in, if any. Looked up, not imported: what was never used needs no closing."""
     try:
-        current = sys.modules.get("lockstep.topology.current")
+        current = sys.modules.get("lockstep.current")
         if current is not None:
             current.reset()
         import torch.distributed as dist

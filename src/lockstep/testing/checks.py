@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
+from lockstep import current
 from lockstep.accelerator import Accelerator
 from lockstep.comm.agree import Failure
 from lockstep.config.handlers import InitProcessGroupKwargs
 from lockstep.errors import LockstepError
 from lockstep.testing import trials
 from lockstep.testing.trials import Skip
-from lockstep.topology import current
 
 PATIENCE = timedelta(minutes=2)
 """How long ranks wait for each other: nothing here takes seconds, and a set-up that hangs should say so soon."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep import current
 from lockstep.accelerator import Accelerator
 from lockstep.comm import functional, rng
 from lockstep.config.choices import PrecisionType
@@ -27,7 +28,6 @@ from lockstep.config.handlers import DataLoaderConfiguration, ProjectConfigurati
 from lockstep.errors import ConfigError, DistributedOperationException
 from lockstep.precision.mixed import check_device
 from lockstep.state import AcceleratorState
-from lockstep.topology import current
 
 TOLERANCE = 1e-5
 """How far weights may be apart that were summed in another order."""

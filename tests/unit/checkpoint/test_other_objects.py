@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Accelerator, CheckpointError
-from lockstep.topology import current
+from lockstep import Accelerator, CheckpointError, current
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -7,7 +7,7 @@ import torch
 
 from lockstep.comm import objects, tensors
 from lockstep.errors import ConfigError
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 from lockstep.topology.topology import Topology
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep import current
 from lockstep.comm import rng
 from lockstep.config.choices import RNGType
 from lockstep.errors import ConfigError
-from lockstep.topology import current
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 from lockstep.topology.topology import Topology
 
 CPU = torch.device("cpu")

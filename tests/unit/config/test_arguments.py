@@ -25,8 +25,8 @@ from lockstep import (
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
+    current,
 )
-from lockstep.topology import current
 
 pytestmark = pytest.mark.usefixtures("alone")
 

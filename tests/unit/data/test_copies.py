@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep import Accelerator, DataLoaderConfiguration
+from lockstep import Accelerator, DataLoaderConfiguration, current
 from lockstep.errors import UsageError
-from lockstep.topology import current
 from tests.datasets import Numbers, SizedStream
 
 from .ranks import prepare

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lockstep import Accelerator, DataLoaderConfiguration
+from lockstep import Accelerator, DataLoaderConfiguration, current
 from lockstep.blackbox.box import NoBox
 from lockstep.data.prepare import prepare_loader
-from lockstep.topology import current
 
 pytestmark = pytest.mark.usefixtures("alone")
 

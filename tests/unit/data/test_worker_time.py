@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.blackbox.box import NoBox
+from lockstep.blackbox.step_clock import StepClock
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.data.current_batch import CurrentBatch
 from lockstep.data.prepare import prepare_loader
 from lockstep.data.worker_time import workers_of
-from lockstep.guard.straggler import Clock
 
 FORK = multiprocessing.get_context("fork")
 
@@ -67,7 +67,7 @@ def test_a_rank_that_reads_by_itself_has_none() -> None:
 
 
 def test_the_clock_sees_the_workers_of_the_innermost_loop() -> None:
-    clock = Clock()
+    clock = StepClock()
     group: Any = SimpleNamespace(rank=0, world_size=1, scopes=0, clock=clock, box=NoBox())
     current_batch = CurrentBatch()  # one for all loaders, as an accelerator has
 

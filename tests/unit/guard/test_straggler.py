@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.blackbox.snapshot import Snapshot
+from lockstep.blackbox.step_clock import StepClock
 from lockstep.guard import straggler
-from lockstep.guard.straggler import STEPS, Clock, Questions, Slow, all_wait, find_slow, own_times
+from lockstep.guard.straggler import STEPS, Questions, Slow, all_wait, find_slow, own_times
 
 
 def box(rank: int, steps: list[tuple[float, ...]], world_size: int = 2, **more: object) -> Snapshot:
@@ -108,7 +109,7 @@ def test_who_has_idle_workers_is_quicker_and_by_how_much_is_known() -> None:
 
 
 def test_workers_count_as_busy_until_they_were_looked_at_often_enough() -> None:
-    clock = Clock()
+    clock = StepClock()
     clock.sample()
     assert clock.busy_share() == 0.0  # there are none
     clock.workers = lambda: 0.25

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lockstep import Accelerator, ConfigError, GradientAccumulationPlugin, UsageError
-from lockstep.topology import current
+from lockstep import Accelerator, ConfigError, GradientAccumulationPlugin, UsageError, current
 
 pytestmark = pytest.mark.usefixtures("alone")
 

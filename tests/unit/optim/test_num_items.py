@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lockstep import Accelerator, ConfigError, GradScalerKwargs, UsageError
-from lockstep.topology import current
+from lockstep import Accelerator, ConfigError, GradScalerKwargs, UsageError, current
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from lockstep.blackbox import read
 from lockstep.errors import TopologyError, first_line
+from lockstep.process_group import script_exit
+from lockstep.process_group.group import Group
 from lockstep.rundir import crash_report, error_file
-from lockstep.topology import exits
-from lockstep.topology.group import Group
 
 _STORE_ANSWERS = 10.0
 """Seconds that a rank that leaves waits for the job's store."""
@@ -24,7 +24,7 @@ _LEAVE_FIRST = 3.0
 """Seconds for which a rank lets the one whose failure it follows leave before it."""
 
 
-class Farewell:
+class PeerNotifier:
     """An excepthook that tells the other ranks; installed while the rank is in a job."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Farewell:
         self._before = sys.excepthook
         sys.excepthook = self
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
-        self._script = exits.script_frame()
+        self._script = script_exit.script_frame()
 
     def uninstall(self) -> None:
         """The rank leaves in good order."""
@@ -55,14 +55,14 @@ class Farewell:
         if sys.unraisablehook == self._on_unraisable:
             sys.unraisablehook = self._unraisable
 
-    def look_for_exit(self, directory: Path | None, code: str = "") -> None:
+    def report_exit(self, directory: Path | None, code: str = "") -> None:
         """Python calls no hook for ``sys.exit``: where one was noted, by the launcher's shim or by us, report it."""
         if self._group is not None and code and not self.words:
             self.words = f"it left with sys.exit({code})"
             _end(self._group, self.words)
         if self._group is None or self.words or directory is None:
             return
-        if not self.note and self._script is not None and (site := exits.left_by_exception(self._script)):
+        if not self.note and self._script is not None and (site := script_exit.left_by_exception(self._script)):
             # An excepthook was called for any other exception. Its code is known to nobody before the process ends.
             self.note = f"SystemExit at {site}"
             error_file.write("SystemExit", f"SystemExit, which left the script at {site}. The exit code is its code.")
@@ -87,7 +87,7 @@ class Farewell:
         if self._group is not None:
             if not self._group.is_consequence(value):
                 _end(self._group, self.words, "".join(traceback.format_exception(kind, value, trace)))
-            dead = self._group.dead_behind(value)
+            dead = self._group.describe_lost_peers(value)
         self._before(kind, value, trace)
         advice = "\n".join(filter(None, [crash_report.advice_on(value), dead]))
         if advice:
@@ -104,7 +104,7 @@ def _end(group: Group, what: str, details: str = "") -> None:
 
     def end() -> None:
         with contextlib.suppress(RuntimeError, TopologyError):
-            group.end(what, leaving=True, details=details)
+            group.abort(what, leaving=True, details=details)
 
     thread = threading.Thread(target=end, name="lockstep-farewell", daemon=True)
     thread.start()
@@ -117,7 +117,7 @@ def _let_leave_first(group: Group) -> None:
 
     Python takes about a second to shut down with torch loaded, on this rank as on that one.
     """
-    cause, deadline = group.cause, time.monotonic() + _LEAVE_FIRST
+    cause, deadline = group.abort_reason, time.monotonic() + _LEAVE_FIRST
     if cause is None or not cause.leaving or cause.rank == group.rank or group.boxes is None:
         return
     while time.monotonic() < deadline:

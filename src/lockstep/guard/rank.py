@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
@@ -17,21 +17,22 @@ from lockstep.blackbox.box import open_box
 from lockstep.blackbox.peers import Peers, box_path
 from lockstep.blackbox.read import read_box, read_header
 from lockstep.blackbox.snapshot import Snapshot
+from lockstep.blackbox.step_clock import StepClock
 from lockstep.config import env
-from lockstep.guard import stack_note
-from lockstep.guard.dead_peers import describe, find_dead
+from lockstep.config.stall import read_stall_seconds
+from lockstep.guard import dead_peers, stack_note
 from lockstep.guard.mismatch import entered, mismatch
 from lockstep.guard.rank_location import RANGES
 from lockstep.guard.render import boxed
 from lockstep.guard.reporter import STOPPED, Reporter
 from lockstep.guard.sigterm import SigtermReport
-from lockstep.guard.straggler import Clock
-from lockstep.guard.watcher import WATCHED, Found, Watcher, is_stopped, read_stall
+from lockstep.guard.watcher import WATCHED, Found, Watcher, is_stopped
 from lockstep.job_store.signed_store import SignedStore, from_text
+from lockstep.process_group.group import Group
+from lockstep.process_group.monitor import Monitor
 from lockstep.rundir import error_file, files
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.rundir.layout import RunDirectory
-from lockstep.topology.group import Group
 from lockstep.topology.standard_streams import print_error
 from lockstep.topology.topology import Topology
 
@@ -41,16 +42,17 @@ REMOTE = "standing/{rank}"
 """Where in the job's store a rank says that it stands still: generation, collective, and in words."""
 
 
-class Watch:
+class RankGuard(Monitor):
     """This rank's part in the guard."""
 
     def __init__(self, topology: Topology, group: Group, directory: RunDirectory, session: int) -> None:
+        super().__init__()
         self._group, self._topology = group, topology
         self._began = time.time()
         boxes = directory.boxes
         job = f"{_name(group)}.{session}"
         first = topology.rank - topology.local_rank
-        group.box = open_box(
+        self.box = open_box(
             box_path(boxes, topology.rank),
             rank=topology.rank,
             world_size=topology.world_size,
@@ -61,11 +63,12 @@ class Watch:
             attempt=job,
             device=str(topology.device),
         )
-        if group.box.reason:
-            self._report_no_box(group.box.reason)
-        group.boxes = boxes
-        group.clock = Clock()
-        group.box.meet(Peers(boxes, topology.rank, range(first, first + topology.local_world_size)), self._refuse)
+        if self.box.reason:
+            self._report_no_box(self.box.reason)
+        self.boxes = boxes
+        self.clock = StepClock()
+        group.monitor = self
+        self.box.meet(Peers(boxes, topology.rank, range(first, first + topology.local_world_size)), self._refuse)
         watched = WATCHED in env.snapshot()
         self._had_faulthandler = faulthandler.is_enabled()
         self._stacks = None if watched else _write_stacks_on_signal(directory, topology.rank)
@@ -79,14 +82,30 @@ class Watch:
         if topology.is_local_main and not watched:
             self._begin_to_watch()
         self._reporter = Reporter(
-            group.box,
+            self.box,
             stack_note.place(boxes, topology.rank),
             self._is_stopped,
-            group.clock,
+            self.clock,
             self._take_over,
             self._post if topology.num_nodes > 1 else lambda _: None,
             self._before_stop,
         )
+
+    def find_dead(self) -> list[Snapshot]:
+        """The boxes of ranks of this node that have died."""
+        return dead_peers.find_dead(self.boxes, self._group.rank)
+
+    def find_left(self) -> list[Snapshot]:
+        """The boxes of ranks of this node that came to the end of the script, and not to this rank's collective."""
+        return dead_peers.find_left(self.boxes, self._group.rank)
+
+    def describe_dead(self, dead: Sequence[Snapshot]) -> str:
+        """In sentences: who died, what each was doing, what to do."""
+        return dead_peers.describe(dead, self.boxes)
+
+    def describe_left(self, left: Sequence[Snapshot], doing: str = "") -> str:
+        """In sentences: who came to the end of the script, the likely cause, and what to do."""
+        return dead_peers.describe_left(left, doing)
 
     def _report_no_box(self, reason: str) -> None:
         """Once on each node: ranks that share a run directory mostly share what is wrong with it."""
@@ -110,30 +129,30 @@ class Watch:
     def _refuse(self, name: str, number: int, other: int) -> None:
         """Another rank means a different collective by this number: raise before data moves."""
         group = self._group
-        assert group.boxes is not None
-        if group.debug and "backward" not in (name, entered(group.boxes, other, number)):
+        assert self.boxes is not None
+        if group.debug and "backward" not in (name, entered(self.boxes, other, number)):
             return  # there all ranks compare with all, and all of them raise; but nothing precedes a backward
-        error = mismatch(group.boxes, group.rank, number, other)
-        group.box.leave(number, refused=True)
+        error = mismatch(self.boxes, group.rank, number, other)
+        self.box.leave(number, refused=True)
         raise error
 
     def _report_dead(self, ends: bool) -> None:
         """This rank is asked to end. If a rank of the node has died, the lowest one that lives reports it."""
         group, boxes = self._group, self._directory.boxes
-        dead = find_dead(boxes, group.rank)
+        dead = self.find_dead()
         silent = {box.rank for box in dead}
         before_me = range(group.rank - self._topology.local_rank, group.rank)
         lower = filter(None, (read_box(box_path(boxes, rank)) for rank in before_me if rank not in silent))
         if dead and all(box.closed in ("failed", "finished") for box in lower if box.attempt == self._job):
             title = f"lockstep guard: {name_ranks(silent, RANGES)} died"
             # Not through sys.stderr, whose lock the main thread may hold.
-            print_error(boxed(title, describe(dead, boxes)))
+            print_error(boxed(title, self.describe_dead(dead)))
         if ends:
-            group.box.close(layout.ASKED_TO_END)  # ranks that are asked next do not take this one for dead
+            self.box.close(layout.ASKED_TO_END)  # ranks that are asked next do not take this one for dead
 
     def _before_stop(self) -> None:
         """The guard stops the job: its finding is what ends this rank, for torchrun's summary and for the others."""
-        self._group.box.close(layout.STOPPED)
+        self.box.close(layout.STOPPED)
         with suppress(OSError):
             error_file.write("stopped by the lockstep guard", self._directory.diagnosis_text.read_text().rstrip())
 
@@ -178,8 +197,8 @@ class Watch:
             if not self._had_faulthandler:
                 faulthandler.disable()
             self._stacks.close()
-        self._group.box.close("failed" if failed else "finished", failed or note)
-        self._group.clock = None
+        self.box.close("failed" if failed else "finished", failed or note)
+        self.clock = None
 
 
 def _write_stacks_on_signal(directory: RunDirectory, rank: int) -> TextIO | None:
@@ -228,7 +247,7 @@ def _watcher(topology: Topology, directory: RunDirectory, job: str, before_stop:
     def mine(box: Snapshot) -> bool:
         return box.node == topology.node_rank and box.attempt == job
 
-    stall = read_stall(env.snapshot())
+    stall = read_stall_seconds(env.snapshot())
     watcher = Watcher(directory, tell=print_error, stop=stop, stall=stall, mine=mine, restarts=_restarts)
     watcher.start()
     return watcher

@@ -30,37 +30,35 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.blackbox.box import NoBox
+from lockstep.blackbox.step_clock import StepClock
 from lockstep.config import env
 from lockstep.errors import PeerFailure, TopologyError
-from lockstep.guard.dead_peers import describe, describe_left, find_dead, find_left
 from lockstep.job_store.signed_store import SignedStore, read_secret
+from lockstep.process_group import gloo_sockets, gloo_threads, job_secret, startup_diagnostics
+from lockstep.process_group.abort import AbortListener, AbortReason
+from lockstep.process_group.monitor import Monitor
+from lockstep.process_group.store import open_store, port_of
 from lockstep.rundir.format_ranks import name_ranks
-from lockstep.topology import arrival, job_secret, sockets, threads
-from lockstep.topology.cause import Cause, Waker
-from lockstep.topology.store import open_store, port_of
 from lockstep.topology.topology import Topology
-
-if TYPE_CHECKING:
-    from lockstep.guard.straggler import Clock
 
 POLL = timedelta(seconds=0.2)
 """How long a wait of ours sleeps before it looks whether the generation has ended."""
-CAUSE_PATIENCE = 2.0
+ABORT_REASON_TIMEOUT = 2.0
 """Seconds a rank waits, after its connection broke, for the true cause to be written."""
-GOODBYE_PATIENCE = 3.0
+SHUTDOWN_TIMEOUT = 3.0
 """Seconds the store's host waits at the end for the others to close."""
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a collective may take when nothing else was asked for."""
 
 
-class _Carriers(dict[torch.device, Any]):
+class _Backends(dict[torch.device, Any]):
     """Torch's backend for each device. Its process group would get there through the dispatcher, for tracers' sake."""
 
     def __init__(self, group: Group) -> None:
@@ -89,23 +87,19 @@ class Group:
         self.tick = 0
         self.scopes = 0
         """Scopes of ``comm.agree`` that are open: inside one, a failure here is survived."""
-        self.sheltered = False
+        self.guard_suspended = False
         """Whether one of them keeps the guard from stopping the job."""
-        self.hoards = False
+        self.keeps_old_groups = False
         """Whether old process groups are kept to the end: a collective that we do not see may be under way in them."""
-        self.armed = False
+        self.recovery_enabled = False
         """Whether a scope of ``comm.agree`` was ever opened, so that a rank must be able to leave whatever it is in."""
-        self.box: NoBox = NoBox()
-        """Where this rank writes what it is doing."""
-        self.boxes: Path | None = None
-        """The folder in which the boxes of this machine's ranks are."""
-        self.clock: Clock | None = None
-        """When this rank got data and was in backward, for who looks for a slow rank."""
+        self.monitor = Monitor()
+        """What watches over this rank: the guard, once it is there."""
         self.memo: dict[Any, Any] = {}
         """What the collectives remember between calls of one generation."""
-        self.carriers = _Carriers(self)
+        self.backends = _Backends(self)
         """What carries the tensors of each device in this generation: quicker to call than the process group."""
-        self.cause: Cause | None = None
+        self.abort_reason: AbortReason | None = None
         """Why the generation has ended; None while all is well."""
         self.store_lost = False
         """Whether the job's store does not answer any more, and a thread is blocked in its connection."""
@@ -113,13 +107,13 @@ class Group:
         self._store: SignedStore | None = None
         self._side: SignedStore | None = None
         self._lock = threading.Lock()
-        self._waker: Waker | None = None
+        self._listener: AbortListener | None = None
         self._own_ports: frozenset[int] = frozenset()
         self._peer_ports: frozenset[int] = frozenset()
         self._abandoned: list[tuple[Any, Any]] = []
         self._under_way: list[tuple[weakref.ref[Any], list[Any]]] = []
-        self._callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._armers: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._on_rebuild: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._on_enable_recovery: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._asked: Counter[str] = Counter()
         self._latest: dict[str, str] = {}
         self._owned = False
@@ -138,26 +132,26 @@ class Group:
         debug: bool = False,
         session: int = 0,
         stores: dict[str, SignedStore] | None = None,
-        farewell: Callable[[Group], None] | None = None,
+        notify_peers: Callable[[Group], None] | None = None,
     ) -> Group:
         """Called on: all ranks. Join the job; a process that nobody started as part of one is alone.
 
         ``session`` counts how often this process has joined before, and ``stores`` holds the store of the last time:
-        a process that leaves and joins again finds the same store, and a fresh place in it. ``farewell`` sees to it
+        a process that leaves and joins again finds the same store, and a fresh place in it. ``notify_peers`` sees to it
         that the others are told when this rank fails.
         """
         group = cls(topology, timeout=timeout, debug=debug)
         if topology.backend is None:
             return group
-        if farewell is not None and group.world_size > 1:
-            farewell(group)  # before torch puts its own hook around it
+        if notify_peers is not None and group.world_size > 1:
+            notify_peers(group)  # before torch puts its own hook around it
         if dist.is_initialized():
             group._adopt(topology, session)
         else:
             store = open_store(topology, init_method, group.timeout, {} if stores is None else stores)
             place = f"lockstep/attempt_{topology.attempt}/session_{session}"
             group._store = store.under(place)
-            with arrival.of_the_others(topology, group._root):
+            with startup_diagnostics.of_the_others(topology, group._root):
                 job_secret.compare(group._root, group.rank, group.world_size, group.timeout)
                 group._join()
             if group.rank == 0:  # it has seen that all ranks are in this session, so they have left the one before
@@ -165,7 +159,7 @@ class Group:
             group._owned = True
             group._hosts_store = topology.rank == 0 and topology.world_size > 1 and not topology.agent_store
         if group.world_size > 1:
-            group._watch()
+            group._listen()
         return group
 
     def _adopt(self, topology: Topology, session: int) -> None:
@@ -182,12 +176,12 @@ class Group:
         place = f"lockstep/attempt_{topology.attempt}/session_{session}"
         self._store = SignedStore(dist.distributed_c10d._get_default_store(), secret, place)
         job_secret.compare(self._store, self.rank, self.world_size, self.timeout)
-        self._meet("adopt")
-        self._learn_ports(sockets.list_fds())
+        self._store_barrier("adopt")
+        self._exchange_ports(gloo_sockets.list_fds())
 
     def _join(self) -> None:
         """Make this generation's process group."""
-        before = sockets.list_fds()
+        before = gloo_sockets.list_fds()
         hook = sys.excepthook
         self._excepthook = self._excepthook or hook
         bound = self.device if self.device.type == "cuda" else None
@@ -203,19 +197,36 @@ class Group:
         if self.generation:
             sys.excepthook = hook  # each initialisation wraps the hook of the one before
         self._pg = dist.group.WORLD
-        self._learn_ports(sockets.list_fds() - before)
+        self._exchange_ports(gloo_sockets.list_fds() - before)
 
-    def _learn_ports(self, fds: frozenset[int]) -> None:
+    def _exchange_ports(self, fds: frozenset[int]) -> None:
         """Tell the others which ports our gloo listens on, and learn theirs."""
         if self.world_size == 1:
             return
-        self._own_ports = sockets.listener_ports(fds) - {port_of(self._root.raw)}
+        self._own_ports = gloo_sockets.listener_ports(fds) - {port_of(self._root.raw)}
         if not self._shuts_sockets:
             return  # every rank would read every other's key, for nothing: 17 million reads on 4,096 ranks
         self._root.set(self.key(f"ports/{self.rank}"), json.dumps(sorted(self._own_ports)))
         peers = [self.key(f"ports/{peer}") for peer in range(self.world_size) if peer != self.rank]
         answers = self._root.gather(peers, _read_ports, self.timeout)
         self._peer_ports = frozenset(port for answer in answers for port in answer)
+
+    # --- what watches over it ----------------------------------------------------------------------------------
+
+    @property
+    def box(self) -> NoBox:
+        """Where this rank writes what it is doing."""
+        return self.monitor.box
+
+    @property
+    def boxes(self) -> Path | None:
+        """The folder in which the boxes of this node's ranks are."""
+        return self.monitor.boxes
+
+    @property
+    def clock(self) -> StepClock | None:
+        """When this rank got data and was in backward, for who looks for a straggler."""
+        return self.monitor.clock
 
     # --- talking -----------------------------------------------------------------------------------------------
 
@@ -250,14 +261,14 @@ class Group:
         return self.backend is not None and "nccl" not in self.backend
 
     @property
-    def disturbed(self) -> bool:
+    def aborted(self) -> bool:
         """Whether the generation ended at a point this rank has reached."""
-        return self.cause is not None and self.cause.tick <= self.tick
+        return self.abort_reason is not None and self.abort_reason.tick <= self.tick
 
     @property
     def leaving(self) -> bool:
         """Whether the rank that ended the generation will not come back."""
-        return self.cause is not None and self.cause.leaving
+        return self.abort_reason is not None and self.abort_reason.leaving
 
     def ordinal(self, name: str, line: str = "") -> int:
         """How often this was asked for the name before: tells things apart that one line makes several of.
@@ -272,8 +283,8 @@ class Group:
 
     def check(self, doing: str) -> None:
         """Raise when another rank has failed and this one need not start ``doing`` anything."""
-        if self.cause is not None and self.disturbed:
-            raise self.cause.failure(doing)
+        if self.abort_reason is not None and self.aborted:
+            raise self.abort_reason.failure(doing)
 
     def wait(self, work: Any, doing: str) -> None:
         """Wait for a collective of ours, in slices, so that the end of the generation is noticed."""
@@ -282,9 +293,9 @@ class Group:
             try:
                 work.wait(POLL)
             except RuntimeError as error:
-                if self.disturbed and self.cause is not None:
+                if self.aborted and self.abort_reason is not None:
                     self._abandoned.append((self._pg, work))
-                    raise self.cause.failure(doing) from None
+                    raise self.abort_reason.failure(doing) from None
                 if done:
                     raise self.explain(error, doing) from error
                 done = work.is_completed()  # maybe since the slice ran out: only the next error is its own
@@ -304,17 +315,17 @@ class Group:
     def explain(self, error: BaseException, doing: str) -> PeerFailure:
         """What a transport error means: the failure that another rank reported, else a broken line."""
         # A rank that failed tells the others before it closes its box: of one that came to its end nothing will come.
-        left = [] if self.cause is not None else find_left(self.boxes, self.rank)
+        left = [] if self.abort_reason is not None else self.monitor.find_left()
         if not left:
-            self._await_cause()
-        if self.cause is not None:
-            return self.cause.failure(doing)
+            self._await_abort_reason()
+        if self.abort_reason is not None:
+            return self.abort_reason.failure(doing)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        dead = find_dead(self.boxes, self.rank)
+        dead = self.monitor.find_dead()
         if dead:
             return PeerFailure(
                 f"While {doing}, rank {self.rank} lost the connection to {name_ranks(box.rank for box in dead)}, which "
-                f"died ({first}).\n{describe(dead, self.boxes)}",
+                f"died ({first}).\n{self.monitor.describe_dead(dead)}",
                 rank=dead[0].rank,
             )
         if "timed out" in first.lower() or "timeout" in first.lower():
@@ -323,11 +334,11 @@ class Group:
                 "did not come. It is busy or stuck elsewhere: look at what it does, or allow more time with "
                 "InitProcessGroupKwargs(timeout=…)."
             )
-        left = left or find_left(self.boxes, self.rank)
+        left = left or self.monitor.find_left()
         if left:
             return PeerFailure(
                 f"While {doing}, rank {self.rank} lost the connection to {name_ranks(box.rank for box in left)}, which "
-                f"came to the end of the script.\n{describe_left(left)}",
+                f"came to the end of the script.\n{self.monitor.describe_left(left)}",
                 rank=left[0].rank,
             )
         return PeerFailure(
@@ -339,21 +350,23 @@ class Group:
         """Whether an error on this rank only follows from another rank's failure."""
         if not _is_broken(error) and not isinstance(error, PeerFailure):
             return False
-        self._await_cause()
-        if self.cause is None:
-            return bool(find_dead(self.boxes, self.rank))
-        return self.cause.rank != self.rank and self.disturbed
+        self._await_abort_reason()
+        if self.abort_reason is None:
+            return bool(self.monitor.find_dead())
+        return self.abort_reason.rank != self.rank and self.aborted
 
-    def dead_behind(self, error: BaseException) -> str:
+    def describe_lost_peers(self, error: BaseException) -> str:
         """After a broken connection in one of torch's own calls: ranks of this node that died or left, described."""
-        dead = find_dead(self.boxes, self.rank) if _is_broken(error) else []
-        left = find_left(self.boxes, self.rank) if _is_broken(error) and not dead and self.cause is None else []
-        return describe(dead, self.boxes) if dead else describe_left(left, "backward") if left else ""
+        dead = self.monitor.find_dead() if _is_broken(error) else []
+        left = self.monitor.find_left() if _is_broken(error) and not dead and self.abort_reason is None else []
+        return (
+            self.monitor.describe_dead(dead) if dead else self.monitor.describe_left(left, "backward") if left else ""
+        )
 
-    def _await_cause(self) -> None:
+    def _await_abort_reason(self) -> None:
         """A connection breaks a moment before the reason for it is known: give it that moment."""
-        deadline = time.monotonic() + CAUSE_PATIENCE
-        while self.cause is None and time.monotonic() < deadline:
+        deadline = time.monotonic() + ABORT_REASON_TIMEOUT
+        while self.abort_reason is None and time.monotonic() < deadline:
             time.sleep(0.01)
 
     # --- leaving -----------------------------------------------------------------------------------------------
@@ -361,25 +374,25 @@ class Group:
     def advance(self) -> int:
         """Count one more point that all ranks pass in the same order; the new tick."""
         self.tick += 1
-        if self.disturbed:
+        if self.aborted:
             self._free()
         return self.tick
 
-    def on_arm(self, callback: Callable[[], None]) -> None:
+    def on_enable_recovery(self, callback: Callable[[], None]) -> None:
         """Have a bound method called when the first scope of ``comm.agree`` is opened."""
-        _add(self._armers, callback)
+        _add(self._on_enable_recovery, callback)
 
-    def arm(self) -> None:
+    def enable_recovery(self) -> None:
         """Called on: all ranks. Be ready to leave whatever this rank will be blocked in."""
-        if not self.armed:
-            self.armed = True
-            _call(self._armers)
+        if not self.recovery_enabled:
+            self.recovery_enabled = True
+            _call(self._on_enable_recovery)
 
-    def end(self, what: str, *, leaving: bool = False, details: str = "") -> Cause:
+    def abort(self, what: str, *, leaving: bool = False, details: str = "") -> AbortReason:
         """Called on: the rank that failed. Tell the others; the first cause told is the one that counts."""
-        mine = Cause(rank=self.rank, tick=self.tick, what=what, leaving=leaving, details=details)
+        mine = AbortReason(rank=self.rank, tick=self.tick, what=what, leaving=leaving, details=details)
         try:
-            cause: Cause = self._root.claim(self.key("end"), json.dumps(asdict(mine)), Cause.read)
+            cause: AbortReason = self._root.claim(self.key("end"), json.dumps(asdict(mine)), AbortReason.read)
         except dist.DistNetworkError as error:
             raise self._lost_store(f"tell the others of its failure ({what})") from error
         except TopologyError:  # who was first can no longer be known: better two causes than none
@@ -387,21 +400,21 @@ class Group:
         # First the reason, then the broken lines, or others would see those and not know why.
         for peer in range(self.world_size):
             self._root.set(self.key(f"wake/{peer}"), json.dumps(asdict(cause)))
-        self._ended(self.generation, cause)
+        self._on_abort(self.generation, cause)
         return cause
 
-    def _ended(self, generation: int, cause: Cause) -> None:
+    def _on_abort(self, generation: int, cause: AbortReason) -> None:
         with self._lock:
-            if generation != self.generation or self.cause is not None:
+            if generation != self.generation or self.abort_reason is not None:
                 return
-            self.cause = cause
-        if self.disturbed:
+            self.abort_reason = cause
+        if self.aborted:
             self._free()
 
     def _free(self) -> None:
         """Make everything that waits in this generation return."""
         if self._shuts_sockets:
-            sockets.shut(sockets.connections(self._own_ports, self._peer_ports))
+            gloo_sockets.shut(gloo_sockets.connections(self._own_ports, self._peer_ports))
         else:
             with contextlib.suppress(RuntimeError):
                 self._pg.abort()
@@ -422,49 +435,51 @@ class Group:
         self._under_way = [(of, left) for of, left in self._under_way if left or of() is not None]
         self._under_way.append((weakref.ref(owner), works))
 
-    def on_reform(self, callback: Callable[[], None]) -> None:
+    def on_rebuild(self, callback: Callable[[], None]) -> None:
         """Have a bound method called after each new generation; it is forgotten with its object."""
-        _add(self._callbacks, callback)
+        _add(self._on_rebuild, callback)
 
-    def reform(self) -> None:
+    def rebuild(self) -> None:
         """Called on: all ranks, after the generation ended. Meet again and make the next one."""
         while True:
-            self._bury()
-            self._meet(f"form the group again after: {self.cause.what if self.cause else 'a lost connection'}")
+            self._destroy()
+            self._store_barrier(
+                f"form the group again after: {self.abort_reason.what if self.abort_reason else 'a lost connection'}"
+            )
             with self._lock:
                 self.generation += 1
-                self.cause = None
-            self._watch()
+                self.abort_reason = None
+            self._listen()
             try:
                 self._join()
                 self.box.generation(self.generation)
                 break
             except Exception:
-                self._await_cause()
-                if self.cause is None:  # else another rank has already ended the new generation too
+                self._await_abort_reason()
+                if self.abort_reason is None:  # else another rank has already ended the new generation too
                     raise
         # The keys of the last generation stay: a rank may still be about to read there that all have come to its end.
         kept = [f"generation_{self.generation - n}/" for n in (0, 1)]
         self._root.delete_own("generation_", but=kept)
         if self.rank == 0:
             self._root.delete_all("generation_", but=kept)
-        _call(self._callbacks)
+        _call(self._on_rebuild)
 
-    def _bury(self) -> None:
+    def _destroy(self) -> None:
         """Let go of the old process group; one that still has work under way is kept, or its end would block."""
-        self._unwatch()
+        self._stop_listening()
         self._abandon_all()
         self._abandoned = [(pg, work) for pg, work in self._abandoned if not work.is_completed()]
         self.memo.clear()  # buffers there may still be written to by a collective of the old generation
-        if self.hoards and self._pg is not None:
-            _immortalise(self._pg)
+        if self.keeps_old_groups and self._pg is not None:
+            _keep_forever(self._pg)
         if dist.is_initialized():
             dist.destroy_process_group()
         self._pg = None
-        self.carriers.clear()
-        sockets.settle(self._own_ports)
+        self.backends.clear()
+        gloo_sockets.settle(self._own_ports)
 
-    def _meet(self, purpose: str) -> None:
+    def _store_barrier(self, purpose: str) -> None:
         """Wait in the store until every rank is here; say who is missing when they do not come."""
         mark = f"meet/{purpose.split(':')[0]}"
         self._root.set(self.key(f"{mark}/{self.rank}"), "here")
@@ -488,53 +503,53 @@ class Group:
 
     # --- watching and closing ----------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _listen(self) -> None:
         generation = self.generation
         key = self.key(f"wake/{self.rank}")
         if self._side is None:
             # One connection for all generations: torch asks for the name behind each new one, which can take 5 s.
             self._side = self._root.clone()
-        self._waker = Waker(self._root, self._side, key, lambda cause: self._ended(generation, cause))
+        self._listener = AbortListener(self._root, self._side, key, lambda cause: self._on_abort(generation, cause))
 
-    def _unwatch(self) -> None:
-        if self._waker is not None:
-            self._waker.stop()
-            self._waker = None
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.stop()
+            self._listener = None
 
     def close(self) -> None:
         """Leave for good: end the watcher, and the process group if we made it."""
         if self._store is None:
             return
         if not self.store_lost:
-            self._unwatch()
+            self._stop_listening()
         self._abandon_all()
         # A group that had collectives broken off is kept to the end of the process: its destructor waits for its
         # threads, which may wait in a collective that no longer ends, or for the GIL that its caller holds.
         kept = bool(self._abandoned or self.generation)
         for pg, work in self._abandoned:
-            _immortalise(pg)
-            _immortalise(work)
+            _keep_forever(pg)
+            _keep_forever(work)
         if self.generation:
-            _immortalise(self._pg)
-        threads.rest(GOODBYE_PATIENCE, unnamed="gloo" in (self.backend or "") and self.world_size > 1)
+            _keep_forever(self._pg)
+        gloo_threads.rest(SHUTDOWN_TIMEOUT, unnamed="gloo" in (self.backend or "") and self.world_size > 1)
         self._abandoned.clear()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
             sys.excepthook = self._excepthook or sys.excepthook
         if kept:
-            sockets.settle(self._own_ports)
-        self._say_goodbye()
+            gloo_sockets.settle(self._own_ports)
+        self._shutdown_handshake()
         self._pg = None
-        self.carriers.clear()
+        self.backends.clear()
         self._store = self._side = None
 
-    def _say_goodbye(self) -> None:
+    def _shutdown_handshake(self) -> None:
         """The rank that hosts the store lets the others close first, or their last words would be network errors."""
         if self.store_lost:
             return
         with contextlib.suppress(RuntimeError):
             self._root.set(f"closed/{self.rank}", "yes")
-            deadline = time.monotonic() + GOODBYE_PATIENCE
+            deadline = time.monotonic() + SHUTDOWN_TIMEOUT
             others = [f"closed/{peer}" for peer in range(1, self.world_size)]
             while self._hosts_store and time.monotonic() < deadline and self._root.peek_all(others) is None:
                 time.sleep(0.005)
@@ -564,7 +579,7 @@ def _call(references: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
             callback()
 
 
-def _immortalise(thing: Any) -> None:
+def _keep_forever(thing: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 

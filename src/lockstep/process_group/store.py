@@ -14,7 +14,7 @@ from lockstep.config import env
 from lockstep.errors import TopologyError
 from lockstep.job_store.signed_store import SignedStore, read_secret
 from lockstep.job_store.store_server import host_store
-from lockstep.topology import arrival
+from lockstep.process_group import startup_diagnostics
 from lockstep.topology.topology import Topology
 
 
@@ -75,4 +75,4 @@ def _told(topology: Topology, url: str) -> AbstractContextManager[None]:
     where = urlsplit(url)
     if where.scheme != "tcp" or where.hostname is None or where.port is None:
         return nullcontext()
-    return arrival.at_the_store(topology, where.hostname, where.port)
+    return startup_diagnostics.at_the_store(topology, where.hostname, where.port)

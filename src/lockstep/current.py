@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.config import env, resolve
 from lockstep.config.handlers import InitProcessGroupKwargs
 from lockstep.errors import ConfigError
+from lockstep.process_group import child_process, gloo_threads
+from lockstep.process_group.excepthook import PeerNotifier
+from lockstep.process_group.group import Group
 from lockstep.rundir import constants, layout
 from lockstep.rundir.error_file import ErrorFile
 from lockstep.rundir.layout import RunDirectory
-from lockstep.topology import away, standard_streams, threads
-from lockstep.topology.farewell import Farewell
-from lockstep.topology.group import Group
+from lockstep.topology import standard_streams
 from lockstep.topology.kernel import old_kernel_warning
 from lockstep.topology.topology import Topology, discover
 
 if TYPE_CHECKING:
-    from lockstep.topology.watch import Watch
+    from lockstep.guard.rank import RankGuard
 
 
 @dataclass
@@ -55,9 +56,9 @@ class _Slot:
         """How often this process has joined a job: each time has its own place in the store."""
         self.stores: dict[str, Any] = {}
         """The store of the last job, by its address."""
-        self.farewell = Farewell()
+        self.peer_notifier = PeerNotifier()
         self.error_file = ErrorFile()
-        self.watch: Watch | None = None
+        self.guard: RankGuard | None = None
         self.away = False
         """Whether the session is that of a rank which has started this process."""
 
@@ -103,10 +104,14 @@ def require(
     warning = old_kernel_warning()
     if warning is not None and topology.is_local_main:
         warnings.warn(warning, stacklevel=3)
-    why = away.started_by_a_rank(topology, environ.get(away.VARIABLE)) if topology.world_size > 1 else ""
+    why = (
+        child_process.started_by_a_rank(topology, environ.get(child_process.VARIABLE))
+        if topology.world_size > 1
+        else ""
+    )
     if why:
         _slot.away = True
-        _slot.session = Session(topology=topology, group=cast(Group, away.Away(topology, why)))
+        _slot.session = Session(topology=topology, group=cast(Group, child_process.Away(topology, why)))
         return _slot.session
     if topology.device.type != "cpu":
         import torch
@@ -119,17 +124,17 @@ def require(
         debug=bool(debug),
         session=_slot.joined,
         stores=_slot.stores,
-        farewell=_slot.farewell.install,
+        notify_peers=_slot.peer_notifier.install,
     )
     _slot.joined += 1
     directory = _directory(topology, group, environ.get(constants.VARIABLE), project_dir)
     _slot.session = Session(topology=topology, group=group, init=init, directory=directory)
     if directory is not None and topology.world_size > 1:
-        from lockstep.topology.watch import Watch  # the guard: a process that is alone does without
+        from lockstep.guard.rank import RankGuard  # the guard: a process that is alone does without
 
-        _slot.watch = Watch(topology, group, directory, _slot.joined)
+        _slot.guard = RankGuard(topology, group, directory, _slot.joined)
     if topology.world_size > 1:
-        env.publish(away.announce(topology))
+        env.publish(child_process.announce(topology))
     _slot.error_file.install(topology.rank)
     return _slot.session
 
@@ -140,17 +145,17 @@ def _leave_to_parent() -> None:
     if session is None or _slot.away or session.topology.world_size == 1:
         return
     _slot.away = True
-    _slot.watch, watch = None, _slot.watch
+    _slot.guard, guard = None, _slot.guard
     _slot.error_file.forget()
-    _slot.farewell.uninstall()
-    away.become(session.group, session.topology, os.getppid(), _slot.stores, watch)
+    _slot.peer_notifier.uninstall()
+    child_process.become(session.group, session.topology, os.getppid(), _slot.stores, guard)
 
 
 def _let_workers_rest() -> None:
     """Before a fork: a child deadlocks if one of gloo's threads asks for the GIL meanwhile."""
     session = _slot.session
     if session is not None and not _slot.away and session.topology.world_size > 1:
-        threads.rest_before_fork(unnamed="gloo" in (session.group.backend or ""))
+        gloo_threads.rest_before_fork(unnamed="gloo" in (session.group.backend or ""))
 
 
 os.register_at_fork(before=_let_workers_rest, after_in_child=_leave_to_parent)
@@ -199,12 +204,14 @@ def reset() -> None:
     if _slot.away:
         return
     exited = _slot.error_file.uninstall()
-    env.withdraw(away.VARIABLE)
-    watch, _slot.watch = _slot.watch, None
-    _slot.farewell.look_for_exit(session.directory.path if session is not None and session.directory else None, exited)
-    if watch is not None:
-        watch.close(failed=_slot.farewell.words, note=_slot.farewell.note)
-    _slot.farewell.uninstall()
+    env.withdraw(child_process.VARIABLE)
+    guard, _slot.guard = _slot.guard, None
+    _slot.peer_notifier.report_exit(
+        session.directory.path if session is not None and session.directory else None, exited
+    )
+    if guard is not None:
+        guard.close(failed=_slot.peer_notifier.words, note=_slot.peer_notifier.note)
+    _slot.peer_notifier.uninstall()
     if session is not None:
         session.group.close()
         if session.directory is not None and session.topology.is_local_main:

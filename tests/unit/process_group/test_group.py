@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.job_store.signed_store import SignedStore
-from lockstep.topology.group import Group
+from lockstep.process_group.group import Group
 from lockstep.topology.topology import Topology
 
 

@@ -15,7 +15,7 @@ from lockstep.job_store.signed_store import SignedStore, from_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cause:
+class AbortReason:
     """Why a generation ended."""
 
     rank: int
@@ -30,9 +30,9 @@ class Cause:
     """Its traceback, where others should show it."""
 
     @classmethod
-    def read(cls, data: bytes) -> Cause:
+    def read(cls, data: bytes) -> AbortReason:
         """From the JSON that stands in the store."""
-        cause: Cause = from_fields(cls, data)
+        cause: AbortReason = from_fields(cls, data)
         return cause
 
     def failure(self, doing: str) -> PeerFailure:
@@ -44,10 +44,10 @@ class Cause:
         )
 
 
-class Waker:
+class AbortListener:
     """A thread that waits for its rank to be woken, on its own store connection."""
 
-    def __init__(self, store: SignedStore, side: SignedStore, key: str, tell: Callable[[Cause], None]) -> None:
+    def __init__(self, store: SignedStore, side: SignedStore, key: str, tell: Callable[[AbortReason], None]) -> None:
         self._store = store
         self._side = side
         self._key = key
@@ -76,5 +76,5 @@ class Waker:
         self._thread.join(timeout=5)
 
 
-def _read_word(data: bytes) -> tuple[Cause | None]:
-    return (Cause.read(data) if data else None,)
+def _read_word(data: bytes) -> tuple[AbortReason | None]:
+    return (AbortReason.read(data) if data else None,)

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from typing import Any
 
 from lockstep.config import env
+from lockstep.config.stall import read_stall_seconds
 from lockstep.host import interfaces, network
 from lockstep.job_store.signed_store import SignedStore, from_json
 from lockstep.rundir.format_ranks import name_ranks
@@ -108,9 +109,7 @@ def _look_for_store(topology: Topology, address: str, port: int, over: threading
 
 
 def _stall() -> float:
-    from lockstep.guard.watcher import read_stall  # the guard is not loaded before it is needed
-
-    return read_stall(env.snapshot())
+    return read_stall_seconds(env.snapshot())
 
 
 # --- the others ------------------------------------------------------------------------------------------------------

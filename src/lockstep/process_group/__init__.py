@@ -1,0 +1,1 @@
+"""The process group of a job through its generations: joining, aborting, rebuilding and leaving it."""
