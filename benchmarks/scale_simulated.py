@@ -29,7 +29,7 @@ import torch.distributed as dist
 from lockstep.blackbox.snapshot import Op, Snapshot
 from lockstep.checkpoint import save
 from lockstep.checkpoint.exchange import StoreExchange
-from lockstep.checkpoint.save import Mark, Site, Wish
+from lockstep.checkpoint.save import Mark, SaveContext, SaveRequest
 from lockstep.checkpoint.state import Content
 from lockstep.config.handlers import ProjectConfiguration
 from lockstep.guard.diagnose import diagnose
@@ -236,8 +236,10 @@ def commits(ranks: int) -> dict[str, list[float]]:
 
 def _commit(ranks: int, folder: Path) -> tuple[float, Path]:
     topology = Topology(rank=0, world_size=ranks, device=torch.device("cpu"))
-    wish = Wish(project=ProjectConfiguration(project_dir=str(folder)), output_dir=folder / "state", durable=False)
-    site = Site(topology=topology, disk=Disk(), wish=wish)
+    wish = SaveRequest(
+        project=ProjectConfiguration(project_dir=str(folder)), output_dir=folder / "state", durable=False
+    )
+    site = SaveContext(topology=topology, disk=Disk(), wish=wish)
     elsewhere = 0.0
 
     def answer(value: Any, doing: str) -> list[Any]:
@@ -264,7 +266,7 @@ def _other(folder: Path, rank: int, value: Any) -> Any:
     path = folder / f"random_states_{rank}.pkl"
     path.write_bytes(json.dumps({"rank": rank}).encode())
     size, chunks = hashing.hash_file(path)
-    return {**value, "files": {path.name: manifest.Entry(size=size, chunks=chunks).to_json()}}
+    return {**value, "files": {path.name: manifest.ManifestEntry(size=size, chunks=chunks).to_json()}}
 
 
 # --- all of it -----------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import current
-from lockstep.checkpoint.checkpoint_methods import SavesModels
+from lockstep.checkpoint.checkpoint_methods import ModelFileMethods
 from lockstep.comm import rng
-from lockstep.comm.collective_methods import Talk
+from lockstep.comm.collective_methods import CollectiveMethods
 from lockstep.config import env
 from lockstep.config.choices import DebugTool, PrecisionType
 from lockstep.config.handlers import (
@@ -31,11 +31,11 @@ from lockstep.config.handlers import (
 )
 from lockstep.config.settings import read_settings
 from lockstep.data.current_batch import CurrentBatch
-from lockstep.data.global_batch import Round, name_samples
+from lockstep.data.global_batch import GlobalBatch, name_samples
 from lockstep.data.loader import PreparedDataLoader
 from lockstep.errors import UsageError
 from lockstep.memory.oom_report import advise
-from lockstep.numerics.policy import Surroundings
+from lockstep.numerics.policy import MonitorContext
 from lockstep.optim import clip
 from lockstep.optim.accumulation import Accumulation, silenced
 from lockstep.optim.optimizer import PreparedOptimizer
@@ -47,11 +47,11 @@ from lockstep.rundir.crash_report import ADVISERS
 from lockstep.state import AcceleratorState, GradientState, settle_precision
 from lockstep.strategies.choose import choose
 from lockstep.strategies.microbatch import MicroBatch
-from lockstep.strategies.prepare import Prepares
+from lockstep.strategies.prepare import PrepareMethods
 from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from lockstep.optim.run_summary import Record
+    from lockstep.optim.run_summary import RunSummary
 
 _numbers = itertools.count()
 _living: weakref.WeakValueDictionary[int, Accelerator] = weakref.WeakValueDictionary()
@@ -65,7 +65,7 @@ _LATER = (
 """Names of the known interface that this release does not have."""
 
 
-class Accelerator(Prepares, Talk, SavesModels):
+class Accelerator(PrepareMethods, CollectiveMethods, ModelFileMethods):
     """Runs a training script on one device or many.
 
     Arguments are those of Accelerate, with these additions: ``step_with_optimizer`` is the guides' name for
@@ -171,7 +171,7 @@ class Accelerator(Prepares, Talk, SavesModels):
         self._updates = 0
         self._number = next(_numbers)
         _living[self._number] = self
-        self._record: Record | None = None
+        self._record: RunSummary | None = None
         """How the run is set up; None before its first update."""
         self._guarded = False
         self._schedule_check = ScheduleCheck(self._optimizers, self._schedulers)
@@ -181,7 +181,7 @@ class Accelerator(Prepares, Talk, SavesModels):
             settings.debug,
             settings.numerics_record,
             scaled=self._scaler is not None,
-            around=Surroundings(
+            around=MonitorContext(
                 samples=self._current_round,
                 spell=_spell_samples,
                 update=lambda: self._updates,
@@ -429,7 +429,7 @@ class Accelerator(Prepares, Talk, SavesModels):
         """What a batch counts for where nobody says: its samples when results are to be reproducible, else nothing."""
         return self._real_samples() if self._settings.reproducible else None
 
-    def _current_round(self) -> Round | None:
+    def _current_round(self) -> GlobalBatch | None:
         """What all ranks train on now; None when no prepared loader is being iterated."""
         return self._current_batch.round
 
@@ -504,5 +504,5 @@ class Accelerator(Prepares, Talk, SavesModels):
         return metrics.gather(self._group, input_data, now, as_objects=use_gather_object, counts=counts)
 
 
-def _spell_samples(now: Round | None) -> str:
+def _spell_samples(now: GlobalBatch | None) -> str:
     return "" if now is None or not now.ids else name_samples(now.ids)

@@ -49,7 +49,7 @@ class Session:
     """The newest Accelerator, for the state views that are made without one."""
 
 
-class _Slot:
+class _ProcessState:
     def __init__(self) -> None:
         self.session: Session | None = None
         self.joined = 0
@@ -63,7 +63,7 @@ class _Slot:
         """Whether the session is that of a rank which has started this process."""
 
 
-_slot = _Slot()
+_slot = _ProcessState()
 
 
 def peek() -> Session | None:
@@ -111,7 +111,7 @@ def require(
     )
     if why:
         _slot.away = True
-        _slot.session = Session(topology=topology, group=cast(Group, child_process.Away(topology, why)))
+        _slot.session = Session(topology=topology, group=cast(Group, child_process.DetachedProcessGroup(topology, why)))
         return _slot.session
     if topology.device.type != "cpu":
         import torch

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.comm import tensors
-from lockstep.data.dispatch import Delivery, Share, dispatch
-from lockstep.data.global_batch import Round
+from lockstep.data.dispatch import Delivery, RankBatch, dispatch
+from lockstep.data.global_batch import GlobalBatch
 from lockstep.errors import DataError, DistributedOperationException, PeerFailure, UsageError
 from lockstep.process_group.group import Group
 from lockstep.testing import run_ranks
@@ -155,16 +155,16 @@ def test_same_tells_differences() -> None:
         assert not same(make(kind, 4), make(kind, 5)), kind
 
 
-def shares(count: int, kind: str = "tuple") -> Iterator[Share]:
+def shares(count: int, kind: str = "tuple") -> Iterator[RankBatch]:
     """Share n has 1 + n % 3 rows and starts where the one before it ends; the first is at 100."""
     start = 100
     for n in range(count):
         rows = 1 + n % 3
-        yield Share(batch=make(kind, n), start=start, rows=rows, real=rows, ids=range(start, start + rows))
+        yield RankBatch(batch=make(kind, n), start=start, rows=rows, real=rows, ids=range(start, start + rows))
         start += rows
 
 
-def expected(count: int, rank: int, world_size: int, even: bool) -> list[tuple[int, Round, bool]]:
+def expected(count: int, rank: int, world_size: int, even: bool) -> list[tuple[int, GlobalBatch, bool]]:
     """What a rank should get, computed apart: (number of the share, round, last)."""
     all_shares = list(shares(count, "no tensors"))
     found = []
@@ -180,7 +180,7 @@ def expected(count: int, rank: int, world_size: int, even: bool) -> list[tuple[i
             rows = real + [0] * missing
         if rank < len(there):
             share = all_shares[there[rank]]
-            row = Round(all_shares[first].start, tuple(rows), tuple(real + [0] * missing), share.ids)
+            row = GlobalBatch(all_shares[first].start, tuple(rows), tuple(real + [0] * missing), share.ids)
             found.append((there[rank], row, False))
     return [(n, row, place == len(found)) for place, (n, row, _) in enumerate(found, 1)]
 
@@ -196,7 +196,7 @@ def right(got: list[Delivery], kind: str, count: int, group: Group, even: bool) 
         assert last is wanted_last, where
 
 
-def counted(group: Group, source: Iterator[Share] | None, even: bool) -> tuple[list[Delivery], list[int]]:
+def counted(group: Group, source: Iterator[RankBatch] | None, even: bool) -> tuple[list[Delivery], list[int]]:
     """What a rank gets, and the collectives that each of it took; last those of the end."""
     got, used = [], []
     batches = dispatch(group, source, even=even)
@@ -267,7 +267,7 @@ def sizes_around_a_frame() -> None:
     for text in (True, False):
         wanted = list(range(3_500, 4_200))
         made = ("x" * n if text else torch.arange(n).to(torch.uint8) for n in wanted for _ in range(group.world_size))
-        source = (Share((batch, torch.tensor(1 + 2j)), 0, 1, 1) for batch in made)
+        source = (RankBatch((batch, torch.tensor(1 + 2j)), 0, 1, 1) for batch in made)
         got, used = counted(group, source if group.rank == 0 else None, True)
         for n, (batch, _, _) in zip(wanted, got, strict=True):
             assert same(batch, ("x" * n if text else torch.arange(n).to(torch.uint8), torch.tensor(1 + 2j))), n
@@ -305,7 +305,7 @@ def odd_tensors() -> None:
             "twice": (base, base),
         }
 
-    source = (Share(odd(), 0, 2, 2) for _ in range(2 * group.world_size)) if group.rank == 0 else None
+    source = (RankBatch(odd(), 0, 2, 2) for _ in range(2 * group.world_size)) if group.rank == 0 else None
     for batch, _, _ in dispatch(group, source, even=True):
         if group.rank == 0:
             continue
@@ -395,9 +395,9 @@ def test_every_end_and_what_it_costs(world_size: int) -> None:
             assert used == wanted, (rank, count, even)
 
 
-def uneven_by_hand() -> list[tuple[list[int], Round, bool]]:
+def uneven_by_hand() -> list[tuple[list[int], GlobalBatch, bool]]:
     group = join()
-    source = iter([Share(torch.tensor([n]), 10 + n, 1, 1, [n]) for n in range(4)])
+    source = iter([RankBatch(torch.tensor([n]), 10 + n, 1, 1, [n]) for n in range(4)])
     return [
         (batch.tolist(), row, last)
         for batch, row, last in dispatch(group, source if not group.rank else None, even=False)
@@ -406,17 +406,17 @@ def uneven_by_hand() -> list[tuple[list[int], Round, bool]]:
 
 def test_without_even_ranks_end_before_the_others() -> None:
     zero, one, two = run(uneven_by_hand, 3)
-    start = Round(10, (1, 1, 1), (1, 1, 1))
-    assert zero == [([0], start, False), ([3], Round(13, (1, 0, 0), (1, 0, 0)), True)]
+    start = GlobalBatch(10, (1, 1, 1), (1, 1, 1))
+    assert zero == [([0], start, False), ([3], GlobalBatch(13, (1, 0, 0), (1, 0, 0)), True)]
     assert one == [([1], start, True)]
     assert two == [([2], start, True)]
     assert zero[1][1].ids == [3]
     assert two[0][1].ids == [2]
 
 
-def even_by_hand() -> list[tuple[list[int], Round, bool]]:
+def even_by_hand() -> list[tuple[list[int], GlobalBatch, bool]]:
     group = join()
-    source = iter([Share(torch.tensor([n] * (n + 1)), n, n + 1, n + 1) for n in range(4)])
+    source = iter([RankBatch(torch.tensor([n] * (n + 1)), n, n + 1, n + 1) for n in range(4)])
     found = []
     for batch, row, last in dispatch(group, source if not group.rank else None, even=True):
         found.append((batch.tolist(), row, last))
@@ -426,16 +426,16 @@ def even_by_hand() -> list[tuple[list[int], Round, bool]]:
 
 def test_with_even_shares_of_the_first_round_come_again() -> None:
     zero, one, two = run(even_by_hand, 3)
-    end = Round(3, (4, 2, 3), (4, 0, 0))
+    end = GlobalBatch(3, (4, 2, 3), (4, 0, 0))
     assert zero[1] == ([3] * 4, end, True)
     assert one[1] == ([1] * 2, end, True)
     assert two[1] == ([2] * 3, end, True)
     assert end.end == 7
 
 
-def few_by_hand() -> list[tuple[list[int], Round, bool]]:
+def few_by_hand() -> list[tuple[list[int], GlobalBatch, bool]]:
     group = join()
-    source = iter([Share(torch.tensor([n]), n, 1, 1) for n in range(2)])
+    source = iter([RankBatch(torch.tensor([n]), n, 1, 1) for n in range(2)])
     return [
         (batch.tolist(), row, last)
         for batch, row, last in dispatch(group, source if not group.rank else None, even=True)
@@ -445,7 +445,7 @@ def few_by_hand() -> list[tuple[list[int], Round, bool]]:
 def test_with_fewer_shares_than_ranks_they_come_again_in_turn() -> None:
     ranks = run(few_by_hand, 4)
     for rank, found in enumerate(ranks):
-        assert found == [([rank % 2], Round(0, (1, 1, 1, 1), (1, 1, 0, 0)), True)]
+        assert found == [([rank % 2], GlobalBatch(0, (1, 1, 1, 1), (1, 1, 0, 0)), True)]
 
 
 def random_cases(cases: list[tuple[int, int, bool]]) -> list[list[tuple[int, int]]]:
@@ -453,7 +453,7 @@ def random_cases(cases: list[tuple[int, int, bool]]) -> list[list[tuple[int, int
     group = join()
     found = []
     for count, width, even in cases:
-        made = (Share((torch.full((width,), n), n), n, 1, 1) for n in range(count))
+        made = (RankBatch((torch.full((width,), n), n), n, 1, 1) for n in range(count))
         got = []
         for place, ((x, n), row, last) in enumerate(dispatch(group, made if group.rank == 0 else None, even=even)):
             assert x.tolist() == [n] * width
@@ -525,12 +525,12 @@ def reading(even: bool) -> tuple[list[int], list[int]]:
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
     read = []
 
-    def source() -> Iterator[Share]:
+    def source() -> Iterator[RankBatch]:
         for n in range(12):
             batch = torch.full((3,), n)
             alive.add(batch)
             read.append(n)
-            yield Share(batch, n, 3, 3)
+            yield RankBatch(batch, n, 3, 3)
             del batch
 
     seen, held = [], []
@@ -561,7 +561,7 @@ def source_fails(ticks: int) -> tuple[int, str, int | None, float]:
         group.advance()
     group.barrier()
 
-    def source() -> Iterator[Share]:
+    def source() -> Iterator[RankBatch]:
         yield from shares(3 * group.world_size)
         time.sleep(0.3)  # the others wait by now
         raise OSError("the disk is gone")
@@ -603,7 +603,7 @@ def unsendable(place: str) -> str:
     group = join()
     group.advance()
     made: Any = {"dict": {"x": torch.ones(2), "deep": [1, Held()]}, "top": Held(), "lambda": (lambda: 1,)}[place]
-    source = iter([Share(torch.ones(1), 0, 1, 1), Share(made, 1, 1, 1)]) if group.rank == 0 else None
+    source = iter([RankBatch(torch.ones(1), 0, 1, 1), RankBatch(made, 1, 1, 1)]) if group.rank == 0 else None
     try:
         next(dispatch(group, source, even=True))
     except DataError as error:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.comm import objects, tensors
 from lockstep.comm.agree import agree
 from lockstep.data import metrics
-from lockstep.data.global_batch import Round
+from lockstep.data.global_batch import GlobalBatch
 from lockstep.errors import DistributedOperationException, PeerFailure, UsageError
 from lockstep.testing import run_ranks
 from tests.ranks import join
@@ -40,9 +40,9 @@ class Pair(NamedTuple):
     second: Any
 
 
-def a_round(name: str) -> Round:
+def a_round(name: str) -> GlobalBatch:
     rows, real = ROUNDS[name]
-    return Round(start=0, rows=rows, real=real)
+    return GlobalBatch(start=0, rows=rows, real=real)
 
 
 def silent(_: str) -> None:
@@ -54,7 +54,7 @@ def numbers(rank: int, samples: int, per_sample: int = 1) -> list[int]:
     return [1000 * rank + 10 * sample + item for sample in range(samples) for item in range(per_sample)]
 
 
-def wanted(now: Round, per_sample: int = 1) -> list[int]:
+def wanted(now: GlobalBatch, per_sample: int = 1) -> list[int]:
     return [number for rank, real in enumerate(now.real) for number in numbers(rank, real, per_sample)]
 
 
@@ -179,7 +179,7 @@ def alone() -> None:
     group = join()
     for data in (torch.ones(3), {"a": ["x"]}, "text", ["x"]):
         for as_objects in (False, True):
-            assert metrics.gather(group, data, Round(0, (3,), (3,)), as_objects=as_objects) is data
+            assert metrics.gather(group, data, GlobalBatch(0, (3,), (3,)), as_objects=as_objects) is data
 
 
 def test_one_process_gets_what_it_gave() -> None:
@@ -192,14 +192,14 @@ def test_one_process_gets_what_it_gave() -> None:
 def collectives_used() -> dict[str, int]:
     group = join()
     own = {"a": torch.ones(4), "b": (torch.ones(8, dtype=torch.bfloat16), torch.zeros(()))}
-    uneven = Round(0, (4, 2), (4, 2))
+    uneven = GlobalBatch(0, (4, 2), (4, 2))
     rows = uneven.rows[group.rank]
     calls = {
-        "complete": lambda: metrics.gather(group, own, Round(0, (4, 4), (4, 4))),
-        "complete, one tensor": lambda: metrics.gather(group, own["a"], Round(0, (4, 4), (4, 4))),
+        "complete": lambda: metrics.gather(group, own, GlobalBatch(0, (4, 4), (4, 4))),
+        "complete, one tensor": lambda: metrics.gather(group, own["a"], GlobalBatch(0, (4, 4), (4, 4))),
         "no round": lambda: metrics.gather(group, own, None),
-        "repeats": lambda: metrics.gather(group, own, Round(0, (4, 4), (4, 1)), announce=silent),
-        "objects": lambda: metrics.gather(group, {"a": ["x"] * 4, "b": own["a"]}, Round(0, (4, 4), (4, 1))),
+        "repeats": lambda: metrics.gather(group, own, GlobalBatch(0, (4, 4), (4, 1)), announce=silent),
+        "objects": lambda: metrics.gather(group, {"a": ["x"] * 4, "b": own["a"]}, GlobalBatch(0, (4, 4), (4, 1))),
         "uneven": lambda: metrics.gather(group, [torch.ones(rows, 3), torch.ones(2 * rows)], uneven),
     }
     used = {}
@@ -223,7 +223,7 @@ def nothing_to_cut() -> None:
     group = join()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics, "Joiner", None)
-        for now in (None, Round(0, (2, 2), (2, 2))):
+        for now in (None, GlobalBatch(0, (2, 2), (2, 2))):
             same(metrics.gather(group, {"a": torch.tensor([group.rank] * 2)}, now), {"a": torch.tensor([0, 0, 1, 1])})
             same(metrics.gather(group, torch.tensor([group.rank] * 2), now), torch.tensor([0, 0, 1, 1]))
 
@@ -243,7 +243,7 @@ def end_of_an_epoch(seconds: float) -> float:
         time.sleep(seconds)
     else:
         for number in range(5):
-            now = Round(2 * number, (1, 1, 0), (1, 1, 0))
+            now = GlobalBatch(2 * number, (1, 1, 0), (1, 1, 0))
             same(metrics.gather(group, torch.tensor([group.rank]), now), torch.tensor([0, 1]))
             same(metrics.gather(group, [f"rank {group.rank}"], now), ["rank 0", "rank 1"])
             large = torch.full((1, 300_000), float(group.rank))
@@ -261,7 +261,7 @@ def test_nobody_waits_for_a_rank_whose_loop_is_over() -> None:
 
 def comes_late() -> None:
     group = join()
-    now = Round(0, (1, 1, 0), (1, 1, 0))
+    now = GlobalBatch(0, (1, 1, 0), (1, 1, 0))
     for late in (0, 1):
         if group.rank == late:
             time.sleep(0.7)  # longer than a slice of the waits for collectives
@@ -275,7 +275,7 @@ def test_a_peer_that_comes_late_is_waited_for() -> None:
 
 
 def called_without_a_batch() -> str:
-    group, now = join(), Round(0, (2, 0), (2, 0))
+    group, now = join(), GlobalBatch(0, (2, 0), (2, 0))
     if group.rank == 0:  # alone in this round, and done at once
         same(metrics.gather(group, torch.ones(2), now), torch.ones(2))
         return ""
@@ -290,7 +290,7 @@ def test_a_rank_without_a_batch_that_calls_is_told() -> None:
 
 def fails_meanwhile(as_objects: bool) -> tuple[str, float, list[int]]:
     group = join()
-    now = Round(0, (2, 2, 0), (2, 2, 0))
+    now = GlobalBatch(0, (2, 2, 0), (2, 2, 0))
     data: Any = ["a", "b"] if as_objects else torch.ones(2)
 
     def step() -> str:
@@ -435,8 +435,8 @@ def mismatch(case: str) -> str:
     debug = case.startswith("debug")
     group = join(debug)
     odd = group.rank == 1
-    uneven, idle = Round(0, (2, 3), (2, 3)), Round(0, (2, 2, 0), (2, 2, 0))
-    repeats = Round(0, (2, 2), (2, 1))
+    uneven, idle = GlobalBatch(0, (2, 3), (2, 3)), GlobalBatch(0, (2, 2, 0), (2, 2, 0))
+    repeats = GlobalBatch(0, (2, 2), (2, 1))
     rows = uneven.rows[group.rank] if group.rank < 2 else 0
     calls = {
         "debug, repeats": lambda: metrics.gather(group, torch.ones(2, 4 if odd else 5), repeats),

@@ -53,6 +53,16 @@ def parsed(path: Path) -> ast.AST:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+def test_a_class_name_occurs_once() -> None:
+    """Who greps for a class finds one."""
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 UNPICKLES = {
     "checkpoint/safe_pickle.py": "files, by torch's unpickler of plain values, unless the user trusts them",
     "model_files/torch_file.py": "files, of which only the outline is read",

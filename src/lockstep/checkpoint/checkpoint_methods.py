@@ -22,11 +22,11 @@ from lockstep.topology.topology import Topology
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from lockstep.checkpoint.manager import Keeper, LoadHook, SaveHook
+    from lockstep.checkpoint.manager import CheckpointManager, LoadHook, SaveHook
     from lockstep.checkpoint.preemption import Preemption
 
 
-class SavesModels:
+class ModelFileMethods:
     """Files of one model, each in one line."""
 
     _group: Group
@@ -77,7 +77,7 @@ class SavesModels:
         return self._topology.is_local_main if each else self._topology.is_main
 
 
-class SavesState:
+class StateMethods:
     """Saving and loading everything that a run needs to go on."""
 
     _group: Group
@@ -99,10 +99,10 @@ class SavesState:
     """How the run was set up whose state was loaded; None when none was."""
 
     @cached_property
-    def _checkpoints(self) -> Keeper:
-        from lockstep.checkpoint.manager import Keeper
+    def _checkpoints(self) -> CheckpointManager:
+        from lockstep.checkpoint.manager import CheckpointManager
 
-        return Keeper(self)
+        return CheckpointManager(self)
 
     def save_state(
         self,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class CheckpointFolder:
     """A folder, looked at without reading its files through."""
 
     path: Path
@@ -36,7 +36,7 @@ class Seen:
     """Why it cannot be loaded; None when nothing speaks against it so far."""
 
 
-def look(path: Path) -> Seen:
+def look(path: Path) -> CheckpointFolder:
     """Whether a folder has a manifest, and all files in their full length."""
     folder = pending(path)
     if folder is None or not (folder / manifest.NAME).exists():  # of a model: the state is where it was
@@ -44,12 +44,12 @@ def look(path: Path) -> Seen:
     try:
         found = manifest.read(folder)
     except CheckpointError as error:
-        return Seen(path=path, folder=folder, problem=str(error))
+        return CheckpointFolder(path=path, folder=folder, problem=str(error))
     for name, entry in found.files.items():
         problem = _wrong_size(folder, name, entry.size)
         if problem is not None:
-            return Seen(path=path, folder=folder, manifest=found, problem=problem)
-    return Seen(path=path, folder=folder, manifest=found)
+            return CheckpointFolder(path=path, folder=folder, manifest=found, problem=problem)
+    return CheckpointFolder(path=path, folder=folder, manifest=found)
 
 
 def _wrong_size(folder: Path, name: str, size: int) -> str | None:

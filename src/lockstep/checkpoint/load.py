@@ -19,7 +19,7 @@ from torch import nn
 from lockstep.checkpoint import discovery, state
 from lockstep.checkpoint.exchange import Exchange
 from lockstep.checkpoint.restoring import Restoring
-from lockstep.checkpoint.state import Loaded, Objects, numbered_name
+from lockstep.checkpoint.state import LoadedState, Objects, numbered_name
 from lockstep.checkpoint.state_files import StateFiles
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.model_files import weights
@@ -30,14 +30,14 @@ from lockstep.topology.topology import Topology
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class LoadResult:
     """What was loaded."""
 
     folder: Path
     """From where."""
     number: int | None
     """Of a numbered checkpoint."""
-    loaded: Loaded
+    loaded: LoadedState
     derived_seed: int | None = None
     """The seed that this rank's generators got because it was not there when the state was saved."""
     skipped: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class LoadRequest:
     """What was asked for."""
 
     place: Path
@@ -58,12 +58,12 @@ class Request:
 
 
 def load(
-    request: Request,
+    request: LoadRequest,
     objects: Objects,
     topology: Topology,
     exchange: Exchange,
     models: Callable[[Path], list[nn.Module]],
-) -> Outcome | None:
+) -> LoadResult | None:
     """Called on: all ranks. Load the newest checkpoint that is whole; None when there is none at all.
 
     ``models`` says which are to be loaded from a folder: the user's hooks may see to some of them.
@@ -80,7 +80,7 @@ def load(
     skipped: list[str] = []
     for path in paths:
         outcome = _try(path, request, objects, topology, exchange, models)
-        if isinstance(outcome, Outcome):
+        if isinstance(outcome, LoadResult):
             outcome.skipped = skipped
             return outcome
         if not request.many:
@@ -99,12 +99,12 @@ def _unchanged(told: str) -> str:
 
 def _try(
     path: Path,
-    request: Request,
+    request: LoadRequest,
     objects: Objects,
     topology: Topology,
     exchange: Exchange,
     models: Callable[[Path], list[nn.Module]],
-) -> Outcome | str:
+) -> LoadResult | str:
     seen = discovery.look(path)
     foreign = seen.manifest is None and not request.many and is_foreign(path)
     problem = None if foreign else seen.problem
@@ -118,7 +118,7 @@ def _try(
         hashes = None
         if seen.manifest is not None:
             hashes = _start_hashing(files, seen.manifest, topology, pool, objects, stack)
-        found: list[tuple[Loaded, list[Assignment]]] = []
+        found: list[tuple[LoadedState, list[Assignment]]] = []
         answer = _outcome(lambda: found.append(_read(files, seen.manifest, request, objects, models, hashes, stack)))
         if hashes is not None:
             # Damage explains whatever reading stumbled over, so it is what is told.
@@ -134,7 +134,7 @@ def _try(
     number = None
     if seen.manifest is not None and isinstance(seen.manifest.about.get("number"), int):
         number = seen.manifest.about["number"]
-    return Outcome(folder=path, number=number, loaded=loaded, derived_seed=seed, verified=not foreign)
+    return LoadResult(folder=path, number=number, loaded=loaded, derived_seed=seed, verified=not foreign)
 
 
 def _outcome(step: Callable[[], object]) -> str | None:
@@ -208,12 +208,12 @@ def _start_hashing(
 def _read(
     files: StateFiles,
     found: Manifest | None,
-    request: Request,
+    request: LoadRequest,
     objects: Objects,
     models: Callable[[Path], list[nn.Module]],
     hashes: discovery.Checking | None,
     stack: ExitStack,
-) -> tuple[Loaded, list[Assignment]]:
+) -> tuple[LoadedState, list[Assignment]]:
     """Everything that is going to be assigned, compared with what it is for."""
     path = files.folder
     fill = None if hashes is None or request.trusted else hashes.fill

@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.checkpoint import discovery, exchange, load, save, save_rendezvous, state
 from lockstep.checkpoint.background import Background, Bar
-from lockstep.checkpoint.load import Outcome, Request
-from lockstep.checkpoint.save import Mark, Site, Wish
+from lockstep.checkpoint.load import LoadRequest, LoadResult
+from lockstep.checkpoint.save import Mark, SaveContext, SaveRequest
 from lockstep.checkpoint.state import Content, Objects
 from lockstep.errors import ConfigError
 from lockstep.logging import get_notices
@@ -25,16 +25,16 @@ from lockstep.storage import commit
 from lockstep.storage.disk import Disk
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.checkpoint_methods import SavesState
+    from lockstep.checkpoint.checkpoint_methods import StateMethods
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
 
 
-class Keeper:
+class CheckpointManager:
     """Saves and loads what an accelerator has prepared."""
 
-    def __init__(self, owner: SavesState) -> None:
+    def __init__(self, owner: StateMethods) -> None:
         self._owner = owner
         self.custom: list[Any] = []
         """What else is saved: objects that were registered."""
@@ -65,8 +65,8 @@ class Keeper:
             alone = bool(absent)
             if alone and group.rank != 0:
                 return ""  # the main process saves, and this rank has nothing to add to it any more
-            wish = Wish(project=project, output_dir=output_dir, safe=safe, durable=durable, alone=alone)
-            site = Site(topology=owner._topology, disk=self.disk, wish=wish)
+            wish = SaveRequest(project=project, output_dir=output_dir, safe=safe, durable=durable, alone=alone)
+            site = SaveContext(topology=owner._topology, disk=self.disk, wish=wish)
             talk = save_rendezvous.by_one if alone else exchange.by_collective(group)
             save.begin(site, talk)
             if output_dir is not None and project.automatic_checkpoint_naming and not self._argument_reported:
@@ -93,7 +93,7 @@ class Keeper:
             self._log_alone(site, absent)
         return str(site.place)
 
-    def _log_alone(self, site: Site, absent: dict[int, str]) -> None:
+    def _log_alone(self, site: SaveContext, absent: dict[int, str]) -> None:
         notices = get_notices("lockstep.checkpoint")
         where = "; ".join(f"rank {rank} {doing}" for rank, doing in absent.items())
         text = f"{site.place} was saved by the main process alone ({where})."
@@ -109,7 +109,7 @@ class Keeper:
 
     def _finish(
         self,
-        site: Site,
+        site: SaveContext,
         content: Content,
         talk: exchange.Exchange,
         mark: Mark,
@@ -130,7 +130,7 @@ class Keeper:
         names, sums = owner._strategy.checksums()
         return Mark(generation=generation, number=number, digest=box.digest(), checksums=sums, names=tuple(names))
 
-    def _capture(self, site: Site) -> Content:
+    def _capture(self, site: SaveContext) -> Content:
         owner, objects = self._owner, self._objects()
         models: list[dict[str, Any]] = [model.state_dict() for model in objects.models]
         for hook in self._save_hooks.values():
@@ -153,7 +153,7 @@ class Keeper:
         """Called on: all ranks. Load everything; the folder it came from, None when there is none yet."""
         self.wait()
         owner = self._owner
-        request = Request(**self._where(input_dir), trusted=trusted, strict=strict)
+        request = LoadRequest(**self._where(input_dir), trusted=trusted, strict=strict)
         with self._in_phase("loading a checkpoint"):
             talk = exchange.by_collective(owner._group)
             outcome = load.load(request, self._objects(), owner._topology, talk, self._to_load)
@@ -189,7 +189,7 @@ class Keeper:
             hook(models, str(folder))
         return [inner_model(self._owner.unwrap_model(model)) for model in models]
 
-    def _adopt(self, outcome: Outcome, notices: Any) -> None:
+    def _adopt(self, outcome: LoadResult, notices: Any) -> None:
         """Take over counters, and say what is not as it was."""
         owner, saved = self._owner, outcome.loaded.counters
         project = owner.project_configuration

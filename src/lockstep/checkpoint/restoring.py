@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lockstep.checkpoint import generators, safe_pickle
-from lockstep.checkpoint.state import SCALER, Loaded, Objects, numbered_name
+from lockstep.checkpoint.state import SCALER, LoadedState, Objects, numbered_name
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.model_files.shared_tensors import stored_bytes, view_key
 
@@ -29,7 +29,7 @@ _CHEAP = 1 << 28
 class Restoring:
     """One load, from the first object that is changed to the last."""
 
-    def __init__(self, folder: Path, loaded: Loaded, objects: Objects) -> None:
+    def __init__(self, folder: Path, loaded: LoadedState, objects: Objects) -> None:
         self._folder, self._loaded, self._objects = folder, loaded, objects
         self._undo: list[Callable[[], Any]] = []
         self.kept = False
@@ -143,7 +143,7 @@ def _outline(value: Any) -> Any:
     return type(value)
 
 
-def _assign_generators(loaded: Loaded, objects: Objects) -> int | None:
+def _assign_generators(loaded: LoadedState, objects: Objects) -> int | None:
     """Last, as loading may draw numbers; and once more when the first batch is there, as an iterator draws some too."""
     if loaded.generators is None:
         return None

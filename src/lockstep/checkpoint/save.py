@@ -32,7 +32,7 @@ from lockstep.rundir.format_ranks import name_ranks
 from lockstep.storage import commit, hashing, manifest
 from lockstep.storage.disk import Disk
 from lockstep.storage.hashing import HashedFile
-from lockstep.storage.manifest import Entry, Manifest
+from lockstep.storage.manifest import Manifest, ManifestEntry
 from lockstep.topology.topology import Topology
 
 _ONE_FILE = 1 << 60
@@ -40,7 +40,7 @@ _ONE_FILE = 1 << 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class SaveRequest:
     """What was asked for."""
 
     project: ProjectConfiguration
@@ -54,12 +54,12 @@ class Wish:
 
 
 @dataclass(kw_only=True)
-class Site:
+class SaveContext:
     """Where a save takes place, as one rank sees it."""
 
     topology: Topology
     disk: Disk
-    wish: Wish
+    wish: SaveRequest
     place: Path = field(default_factory=Path)
     """What the checkpoint will be called."""
     folder: Path = field(default_factory=Path)
@@ -93,7 +93,7 @@ class Site:
 # ---------------------------------------------------------------- beginning
 
 
-def begin(site: Site, exchange: Exchange) -> None:
+def begin(site: SaveContext, exchange: Exchange) -> None:
     """Called on: all ranks. Agree on the folder, and make it."""
     answer = _attempt(lambda: _begin_home(site) if site.is_home else None)
     try:
@@ -107,7 +107,7 @@ def begin(site: Site, exchange: Exchange) -> None:
     site.place, site.folder, site.ticket = Path(place), Path(folder), told[0][1][1]
 
 
-def _begin_home(site: Site) -> tuple[str, str, int | None]:
+def _begin_home(site: SaveContext) -> tuple[str, str, int | None]:
     place, number = _choose(site.wish)
     site.staging = commit.Staging(place, site.disk, durable=site.wish.durable, numbered=number is not None)
     if number is not None and place.exists():
@@ -118,7 +118,7 @@ def _begin_home(site: Site) -> tuple[str, str, int | None]:
     return str(place), str(site.staging.folder), number
 
 
-def _choose(wish: Wish) -> tuple[Path, int | None]:
+def _choose(wish: SaveRequest) -> tuple[Path, int | None]:
     project = wish.project
     if project.automatic_checkpoint_naming:
         folder = checkpoints_folder(project)
@@ -160,12 +160,12 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class SavedFiles:
     """What a rank has written of a checkpoint, for the others."""
 
     house: int
     answer: Any
-    """Its files, name -> ``Entry``; or how it failed."""
+    """Its files, name -> ``ManifestEntry``; or how it failed."""
     mark: Mark
 
     def to_json(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class Written:
         }
 
     @classmethod
-    def parse(cls, value: Any, rank: int) -> Written:
+    def parse(cls, value: Any, rank: int) -> SavedFiles:
         """What another rank has sent; CheckpointError when it is nothing of the kind."""
         where = f"What rank {rank} said of the checkpoint"
         try:
@@ -198,16 +198,18 @@ class Written:
         return cls(house=house, answer=files if failure is None else _Failed(str(failure)), mark=mark)
 
 
-def finish(site: Site, content: Content, exchange: Exchange, mark: Mark, failure: Exception | None = None) -> None:
+def finish(
+    site: SaveContext, content: Content, exchange: Exchange, mark: Mark, failure: Exception | None = None
+) -> None:
     """Called on: all ranks. Write, agree that all have, and give the folder its name.
 
     ``mark`` says where this rank was when its state was taken; ``failure`` says why it could not be.
     """
     try:
         answer = _attempt(lambda: _write(site, content)) if failure is None else _failed(failure)
-        mine = Written(house=site.house, answer=answer, mark=mark)
+        mine = SavedFiles(house=site.house, answer=answer, mark=mark)
         told = exchange(mine.to_json(), "agreeing that a checkpoint is written")
-        written = [Written.parse(value, rank) for rank, value in enumerate(told)]
+        written = [SavedFiles.parse(value, rank) for rank, value in enumerate(told)]
         _raise_failures(site, [one.answer for one in written], "failed to write its part")
         _compare_marks(site, [one.mark for one in written])
         _compare_replicas(site, [one.mark.checksums for one in written], mark.names)
@@ -225,7 +227,7 @@ def finish(site: Site, content: Content, exchange: Exchange, mark: Mark, failure
 class HashingSink:
     """Opens files that are hashed while they are written, and keeps what they hash to."""
 
-    def __init__(self, site: Site, pool: Any) -> None:
+    def __init__(self, site: SaveContext, pool: Any) -> None:
         self._site, self._pool = site, pool
         self.files: list[HashedFile] = []
 
@@ -237,7 +239,7 @@ class HashingSink:
         return file
 
 
-def _write(site: Site, content: Content) -> dict[str, Entry]:
+def _write(site: SaveContext, content: Content) -> dict[str, ManifestEntry]:
     if not site.folder.is_dir():
         raise CheckpointError(
             f"{site.folder} was made by another rank and is not there on this machine. Save to a file system that all "
@@ -260,16 +262,16 @@ def _write(site: Site, content: Content) -> dict[str, Entry]:
             if failed is not None and failed.error is not None:
                 raise failed.error from None  # the disk's own words, whatever was made of them on the way
             raise
-        return {file.path.name: Entry(size=file.size, chunks=file.chunks) for file in sink.files}
+        return {file.path.name: ManifestEntry(size=file.size, chunks=file.chunks) for file in sink.files}
 
 
-def _write_models(site: Site, content: Content, sink: HashingSink) -> None:
+def _write_models(site: SaveContext, content: Content, sink: HashingSink) -> None:
     for number, tensors in enumerate(content.weights):
         stem = numbered_name("model", number, "")
         weights.write_weights(tensors, site.folder, max_shard_size=_ONE_FILE, safe=site.wish.safe, stem=stem, sink=sink)
 
 
-def _write_files(site: Site, content: Content, sink: HashingSink) -> None:
+def _write_files(site: SaveContext, content: Content, sink: HashingSink) -> None:
     for name, value in content.files.items():
         with sink.open(site.folder / name) as file:
             safe_pickle.write(value, file)
@@ -278,7 +280,7 @@ def _write_files(site: Site, content: Content, sink: HashingSink) -> None:
             file.write(json.dumps(content.counters, indent=1).encode())
 
 
-def _compare_marks(site: Site, marks: list[Mark]) -> None:
+def _compare_marks(site: SaveContext, marks: list[Mark]) -> None:
     """Ranks that have entered other collectives than the rest are not at the same step: their states do not fit.
 
     Within a machine each collective was compared before it ran. Between machines a difference that neither blocked nor
@@ -304,7 +306,7 @@ def _compare_marks(site: Site, marks: list[Mark]) -> None:
     )
 
 
-def _compare_replicas(site: Site, packed: list[bytes], names: tuple[str, ...]) -> None:
+def _compare_replicas(site: SaveContext, packed: list[bytes], names: tuple[str, ...]) -> None:
     """A checkpoint has the weights of one rank: the others would go on from weights that they never had."""
     found = [replicas.Checksums.unpack(data) for data in packed]
     of_ranks = {rank: sums for rank, sums in enumerate(found) if sums is not None}
@@ -317,7 +319,7 @@ def _compare_replicas(site: Site, packed: list[bytes], names: tuple[str, ...]) -
         )
 
 
-def _commit(site: Site, entries: dict[str, Entry], content: Content) -> str | None:
+def _commit(site: SaveContext, entries: dict[str, ManifestEntry], content: Content) -> str | None:
     """What failed after the commit, if anything did."""
     disk, folder, durable = site.disk, site.folder, site.wish.durable
     missing = [name for name in entries if not (folder / name).is_file()]
@@ -344,7 +346,7 @@ def _commit(site: Site, entries: dict[str, Entry], content: Content) -> str | No
     return unfinished
 
 
-def _others(folder: Path, known: dict[str, Entry], disk: Disk, durable: bool) -> dict[str, Entry]:
+def _others(folder: Path, known: dict[str, ManifestEntry], disk: Disk, durable: bool) -> dict[str, ManifestEntry]:
     """What hooks of the user's have put into the folder."""
     found = {}
     for parent, _, names in os.walk(folder):
@@ -356,7 +358,7 @@ def _others(folder: Path, known: dict[str, Entry], disk: Disk, durable: bool) ->
             if path.is_symlink() or not path.is_file():  # would not be read again: a checkpoint holds files only
                 continue
             size, chunks = hashing.hash_file(path)
-            found[inside] = Entry(size=size, chunks=chunks)
+            found[inside] = ManifestEntry(size=size, chunks=chunks)
             if durable:
                 disk.fsync_file(path)
     return found
@@ -384,7 +386,7 @@ def _failed(error: Exception) -> _Failed:
     return _Failed(commit.describe(error))
 
 
-def _raise_failures(site: Site, answers: list[Any], what: str) -> None:
+def _raise_failures(site: SaveContext, answers: list[Any], what: str) -> None:
     failed = {rank: answer.text for rank, answer in enumerate(answers) if isinstance(answer, _Failed)}
     if not failed:
         return
@@ -399,7 +401,7 @@ def _raise_failures(site: Site, answers: list[Any], what: str) -> None:
     )
 
 
-def _raise_unfinished(site: Site, texts: list[str | None]) -> None:
+def _raise_unfinished(site: SaveContext, texts: list[str | None]) -> None:
     found = [str(text) for text in texts if text is not None]
     if found:
         raise CheckpointError(commit.unfinished(f"The checkpoint {site.place}", "; ".join(found)))

@@ -186,7 +186,7 @@ def _kind(prepared: Any, inner: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
+class LoadedState:
     """A checkpoint's files, read and checked against the objects they are for; nothing has been changed yet."""
 
     counters: dict[str, Any] | None
@@ -210,12 +210,12 @@ class Loaded:
     """Whether the training goes on; else only what it has made is of use."""
 
 
-def read(files: StateFiles, objects: Objects, *, trusted: bool = False, fill: Fill | None = None) -> Loaded:
+def read(files: StateFiles, objects: Objects, *, trusted: bool = False, fill: Fill | None = None) -> LoadedState:
     """Read all files but the weights; CheckpointError when they do not fit the objects.
 
     ``fill`` reads the values of a large optimizer's tensors.
     """
-    reader = Reader(files, trusted)
+    reader = StateReader(files, trusted)
     state = read_counters(files)
     left_out = [] if state is None else _compare(state, objects, files.folder)
     before = objects.world_size if state is None else state["world_size"]
@@ -237,7 +237,7 @@ def read(files: StateFiles, objects: Objects, *, trusted: bool = False, fill: Fi
     if state is not None and len(loaders) < len(objects.loaders):
         anew = [str(number) for number in range(len(objects.loaders)) if number not in loaders]
         left_out.append(f"the position of loader {', '.join(anew)} (a new epoch starts)")
-    return Loaded(
+    return LoadedState(
         counters=state,
         optimizers=optimizers,
         schedulers=[
@@ -255,7 +255,7 @@ def read(files: StateFiles, objects: Objects, *, trusted: bool = False, fill: Fi
     )
 
 
-class Reader:
+class StateReader:
     """Reads the files of one checkpoint, each into what was saved in it."""
 
     def __init__(self, files: StateFiles, trusted: bool) -> None:
@@ -411,7 +411,7 @@ def _groups(sizes: list[int]) -> str:
 
 
 def _loader_states(
-    reader: Reader, state: dict[str, Any], objects: Objects, own: dict[str, Any] | None
+    reader: StateReader, state: dict[str, Any], objects: Objects, own: dict[str, Any] | None
 ) -> dict[int, Any]:
     """Each loader's place: as this rank saw it where it can go on from that, else as rank 0 told it for all.
 
@@ -457,7 +457,7 @@ def _check_loader(state: dict[str, Any], path: Path) -> None:
 
 
 def _window(
-    reader: Reader, state: dict[str, Any] | None, objects: Objects
+    reader: StateReader, state: dict[str, Any] | None, objects: Objects
 ) -> tuple[list[Tensor | None] | None, list[float]]:
     """The gradients of the open window that this rank goes on with, and the items they stand for.
 

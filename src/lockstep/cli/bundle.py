@@ -87,7 +87,7 @@ def _fresh(directory: RunDirectory | None) -> Path:
     return path
 
 
-def _listing(parts: list[bundle.Part], note: str, gone: list[bundle.LeftOut]) -> str:
+def _listing(parts: list[bundle.BundleInput], note: str, gone: list[bundle.LeftOut]) -> str:
     """The contents; files of one kind, such as a log for each rank, as one line."""
     rows = []
     for what, group in groupby(parts, key=lambda part: part.what):
@@ -104,7 +104,7 @@ def _listing(parts: list[bundle.Part], note: str, gone: list[bundle.LeftOut]) ->
     return printable("\n".join(lines))
 
 
-def _progress(part: bundle.Part) -> None:
+def _progress(part: bundle.BundleInput) -> None:
     if sys.stderr.isatty():
         print(f"\r\x1b[K{printable(part.name)}", end="", file=sys.stderr, flush=True)
         if part.name.endswith("doctor.txt"):

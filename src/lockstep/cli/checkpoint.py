@@ -26,7 +26,7 @@ _ACTIONS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class CheckpointRow:
     """One checkpoint."""
 
     path: str
@@ -85,12 +85,12 @@ def _checkpoints(place: Path) -> tuple[list[Path], Path]:
     raise ConfigError(f"{place} is empty: there is no checkpoint in it.")
 
 
-def _row(path: Path, *, read: bool) -> Row:
+def _row(path: Path, *, read: bool) -> CheckpointRow:
     seen = discovery.look(path)
     problems = discovery.verify(path) if read else [seen.problem] if seen.problem is not None else []
     about = {} if seen.manifest is None else seen.manifest.about
     good = "verified" if read else "complete"
-    return Row(
+    return CheckpointRow(
         path=str(path),
         state="damaged" if problems else good,
         updates=_whole(about.get("updates")),
@@ -126,7 +126,7 @@ def _prune(folder: Path, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print(rows: list[Row]) -> None:
+def _print(rows: list[CheckpointRow]) -> None:
     from rich.console import Console  # loaded where it is used: JSON needs none of it
     from rich.table import Table
     from rich.text import Text

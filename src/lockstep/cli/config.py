@@ -140,7 +140,7 @@ def _notes(old: ConfigFile) -> None:
 # ---------------------------------------------------------------- with questions
 
 
-class Questions:
+class Wizard:
     """Asks on the terminal: menus by arrow keys, and lines of text. Ctrl-C raises KeyboardInterrupt."""
 
     def menu(self, question: str, choices: Mapping[Any, str], default: Any) -> Any:
@@ -181,7 +181,7 @@ def _ask(path: Path) -> int:
     from lockstep.config import file
     from lockstep.launch.basic_config import detect
 
-    questions = Questions()
+    questions = Wizard()
     old = _existing(path, questions)
     if old is None:
         print(f"{path} was left as it is.")
@@ -191,7 +191,7 @@ def _ask(path: Path) -> int:
     return _finish(path)
 
 
-def _existing(path: Path, questions: Questions) -> dict[str, Any] | None:
+def _existing(path: Path, questions: Wizard) -> dict[str, Any] | None:
     """The options of the file that is there, as defaults of the questions; None when it is to be left alone."""
     from lockstep.config import env, file
 
@@ -213,7 +213,7 @@ def _existing(path: Path, questions: Questions) -> dict[str, Any] | None:
     return dict(old.values)
 
 
-def answers(questions: Questions, old: Mapping[str, Any], found: Detected) -> tuple[dict[str, Any], str | None]:
+def answers(questions: Wizard, old: Mapping[str, Any], found: Detected) -> tuple[dict[str, Any], str | None]:
     """The options that were chosen, and the type of job where the devices decide it."""
     values = dict(old)
     machines = _machines(questions, values)
@@ -241,7 +241,7 @@ def answers(questions: Questions, old: Mapping[str, Any], found: Detected) -> tu
     return values, found.distributed_type if found.count and values["multi_gpu"] else None
 
 
-def _machines(questions: Questions, values: dict[str, Any]) -> int:
+def _machines(questions: Wizard, values: dict[str, Any]) -> int:
     before = values.get("num_machines", 1)
     several = questions.menu(
         "Where will it run?", {False: "on this machine", True: "on several machines"}, default=before > 1
@@ -267,7 +267,7 @@ def _machines(questions: Questions, values: dict[str, Any]) -> int:
     return machines
 
 
-def _device(questions: Questions, values: Mapping[str, Any], found: Detected) -> bool:
+def _device(questions: Wizard, values: Mapping[str, Any], found: Detected) -> bool:
     accelerators = str(found) if found.count else "GPUs (none found on this machine)"
     choices = {False: accelerators, True: "CPU only"}
     if not found.count:
@@ -275,7 +275,7 @@ def _device(questions: Questions, values: Mapping[str, Any], found: Detected) ->
     return bool(questions.menu("On what?", choices, default=values.get("cpu", not found.count)))
 
 
-def _more(questions: Questions, values: dict[str, Any]) -> None:
+def _more(questions: Wizard, values: dict[str, Any]) -> None:
     from lockstep.config.choices import DynamoBackend
 
     backends = ("NO", "INDUCTOR", *(name for name in DynamoBackend.list() if name not in ("NO", "INDUCTOR")))

@@ -19,7 +19,7 @@ from lockstep.rundir.printable import printable
 from lockstep.topology import environments
 
 if TYPE_CHECKING:
-    from lockstep.doctor.checks import Check
+    from lockstep.doctor.checks import DoctorCheck
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     environ = env.snapshot()
     place = environments.find(environ)
     if place.launcher == "none":
-        findings = run_checks(_alone(arguments, environ), told=_Progress().tell)
+        findings = run_checks(_alone(arguments, environ), told=_CheckProgress().tell)
         if arguments.json:
             print(json.dumps(told(findings), indent=2))
         else:
@@ -80,9 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
         # Cores and threads are the ranks' own: a launcher may have tied each to other ones.
         findings = run_checks(situation, [check for check in CHECKS if check.name not in ("cores", "threads")])
     from lockstep.cli.doctor_net import in_rank
-    from lockstep.doctor.net.program import Options
+    from lockstep.doctor.net.program import NetOptions
 
-    options = Options(rates=False, script=arguments.script)
+    options = NetOptions(rates=False, script=arguments.script)
     return in_rank(options, place.rank, as_json=arguments.json, own_findings=tuple(findings))
 
 
@@ -109,13 +109,13 @@ def _alone(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Situati
     )
 
 
-class _Progress:
+class _CheckProgress:
     """On a terminal: how many checks have answered."""
 
     def __init__(self) -> None:
         self.done = 0
 
-    def tell(self, check: Check, findings: list[Finding]) -> None:
+    def tell(self, check: DoctorCheck, findings: list[Finding]) -> None:
         """One more has."""
         self.done += 1
         if sys.stderr.isatty():

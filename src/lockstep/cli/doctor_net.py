@@ -21,8 +21,8 @@ from lockstep.rundir.printable import printable
 
 if TYPE_CHECKING:
     from lockstep.doctor.finding import Finding
-    from lockstep.doctor.net.program import Options
-    from lockstep.doctor.net.results import Report
+    from lockstep.doctor.net.program import NetOptions
+    from lockstep.doctor.net.results import NetReport
 
 _OFTEN, _SELDOM = 1.0, 16.0
 """Seconds between two lines about what goes on."""
@@ -90,9 +90,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.cpu:
         env.publish({env.VARIABLES["cpu"][0]: "true"})
-    from lockstep.doctor.net.program import Options
+    from lockstep.doctor.net.program import NetOptions
 
-    options = Options(
+    options = NetOptions(
         patience=arguments.patience,
         budget=arguments.budget,
         quick=arguments.quick,
@@ -146,7 +146,7 @@ def job_words(arguments: argparse.Namespace) -> list[str]:
 
 
 def in_rank(
-    options: Options,
+    options: NetOptions,
     rank: int,
     *,
     as_json: bool,
@@ -161,7 +161,7 @@ def in_rank(
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # At once: Python's own handler would wait until a collective, which has lost its others by then, gives up.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    progress = _Progress()
+    progress = _NetProgress()
     try:
         with _native_output_on_stderr():
             report, _ = program.examine(options, said=progress.say, alarm=progress.alarm, own_findings=own_findings)
@@ -191,7 +191,7 @@ def _native_output_on_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _publish(report: Report, *, as_json: bool, page: Path | None, picture: Path | None, rates: bool) -> int:
+def _publish(report: NetReport, *, as_json: bool, page: Path | None, picture: Path | None, rates: bool) -> int:
     from lockstep.doctor.finding import exit_code
     from lockstep.doctor.net import program, text
 
@@ -223,7 +223,7 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
         print(f"lockstep doctor net: {path} cannot be written: {reason}", file=sys.stderr)
 
 
-class _Progress:
+class _NetProgress:
     """What is going on, on stderr: what is new at once or a second later, and what goes on for long ever less often."""
 
     def __init__(self) -> None:

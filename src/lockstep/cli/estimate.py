@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lockstep.estimate.estimate import Report
+    from lockstep.estimate.estimate import ModelEstimate
 
 DTYPES = ("fp32", "bf16", "fp16", "int8", "int4", "mixed-bf16", "mixed-fp16")
 """How numbers can be held; the names of `lockstep.estimate.estimate.PRECISIONS`, which needs torch."""
@@ -98,7 +98,7 @@ def _problems(arguments: argparse.Namespace) -> Iterator[str]:
             yield f"--shape {shape!r} is not a shape. Write the sizes of one sample, such as 3x224x224 or 128:int64."
 
 
-def _work_out(arguments: argparse.Namespace) -> Report:
+def _work_out(arguments: argparse.Namespace) -> ModelEstimate:
     from contextlib import ExitStack
 
     from rich.console import Console
@@ -150,7 +150,7 @@ def _batch(arguments: argparse.Namespace) -> Callable[[int], Any] | None:
 # ---------------------------------------------------------------- for people
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: ModelEstimate, console: Console) -> None:
     """Two tables: what the model takes by itself, and what each batch size takes."""
     from rich.table import Table
     from rich.text import Text

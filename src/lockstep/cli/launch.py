@@ -143,7 +143,7 @@ class Given:
 
     def target(self) -> Any:
         """What every rank runs."""
-        from lockstep.launch.plan import Target
+        from lockstep.launch.plan import LaunchTarget
 
         if "json" in self.own and "dry_run" not in self.own:
             self.problems.append("--json is a form of what --dry_run prints. Add --dry_run, or leave --json out.")
@@ -154,7 +154,7 @@ class Given:
                 [*self.problems, "No script was given. Usage: lockstep launch [options] script.py [its arguments]."]
             )
         kind = "module" if "module" in self.own else "program" if "no_python" in self.own else "script"
-        return Target(script=self.rest[0], args=tuple(self.rest[1:]), kind=kind)
+        return LaunchTarget(script=self.rest[0], args=tuple(self.rest[1:]), kind=kind)
 
 
 def read(argv: Sequence[str]) -> Given:

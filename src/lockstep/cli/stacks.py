@@ -23,7 +23,7 @@ from lockstep.blackbox.snapshot import Snapshot
 from lockstep.cli import watch
 from lockstep.config import env
 from lockstep.errors import ConfigError
-from lockstep.guard.crash import Frame, format_stack, main_stack
+from lockstep.guard.crash import StackFrame, format_stack, main_stack
 from lockstep.guard.rank_location import span
 from lockstep.rundir import constants
 from lockstep.rundir.layout import RunDirectory, find
@@ -55,7 +55,7 @@ class Told:
     """The user's line of that."""
     seconds: float | None = None
     """For how long."""
-    stack: tuple[Frame, ...] = field(default=())
+    stack: tuple[StackFrame, ...] = field(default=())
     """The main thread's frames, innermost last."""
     problem: str = ""
     """Why there is no stack."""
@@ -179,7 +179,7 @@ def ask(directory: RunDirectory, boxes: Sequence[Snapshot]) -> list[Told]:
     _wait({directory.stack(rank): size for rank, size in before.items()})
     told = []
     for box in boxes:
-        stack: tuple[Frame, ...] = ()
+        stack: tuple[StackFrame, ...] = ()
         problem = problems[box.rank]
         if not problem:
             stack = main_stack(_read(directory.stack(box.rank), before[box.rank]))

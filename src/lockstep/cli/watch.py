@@ -39,7 +39,7 @@ _STYLES = {"blocked": "red", "failed": "bold red", "dead": "bold red", "finished
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RankRow:
     """One rank in the table."""
 
     rank: int
@@ -166,13 +166,13 @@ def memory(boxes: Iterable[Snapshot]) -> dict[int, int]:
 # ---------------------------------------------------------------- what is shown
 
 
-def rows(boxes: Sequence[Snapshot], speed: Mapping[int, float], resident: Mapping[int, int]) -> list[Row]:
+def rows(boxes: Sequence[Snapshot], speed: Mapping[int, float], resident: Mapping[int, int]) -> list[RankRow]:
     """The table as values."""
     made = []
     for box in boxes:
         doing, site, seconds = where(box)
         made.append(
-            Row(
+            RankRow(
                 rank=box.rank,
                 host=box.host,
                 pid=box.pid,
@@ -224,7 +224,7 @@ def absent(boxes: Sequence[Snapshot]) -> str:
     )
 
 
-def render(directory: RunDirectory, found: Sequence[Row], note: str = "") -> RenderableType:
+def render(directory: RunDirectory, found: Sequence[RankRow], note: str = "") -> RenderableType:
     """The table for the terminal."""
     from rich.console import Group
     from rich.table import Table

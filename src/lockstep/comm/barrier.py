@@ -13,7 +13,9 @@ def barrier(group: Group) -> None:
     number = group.box.enter("wait_for_everyone", None, 2)
     try:
         if group.debug:
-            verify.check(group, verify.Meant(operation="wait_for_everyone"))  # nobody comes out before all are in
+            verify.check(
+                group, verify.CollectiveSignature(operation="wait_for_everyone")
+            )  # nobody comes out before all are in
         else:
             group.barrier()
     finally:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lockstep.comm.agree import Agreement
 
 
-class Talk:
+class CollectiveMethods:
     """Collectives as methods, the trigger, and steps that are run together."""
 
     _group: Group

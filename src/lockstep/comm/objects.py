@@ -88,7 +88,7 @@ def gather_object(group: Group, value: Any) -> Any:
     number = group.box.enter("gather_object", None, 2)
     try:
         if group.debug:
-            verify.check(group, verify.Meant(operation="gather_object"))
+            verify.check(group, verify.CollectiveSignature(operation="gather_object"))
         return [item for items in all_objects(group, list(value)) for item in items]
     finally:
         group.box.leave(number)
@@ -106,7 +106,10 @@ def broadcast_object_list(group: Group, object_list: list[Any], from_process: in
     number = group.box.enter(f"broadcast_object_list (from process {from_process})", None, 2)
     try:
         if group.debug:
-            verify.check(group, verify.Meant(operation="broadcast_object_list", extra=f"from process {from_process}"))
+            verify.check(
+                group,
+                verify.CollectiveSignature(operation="broadcast_object_list", extra=f"from process {from_process}"),
+            )
         group.check("broadcasting objects")
         payload = pickle.dumps(list(object_list)) if sender else b""
         frame = _broadcast(group, _frame(payload, _FRAME), from_process)

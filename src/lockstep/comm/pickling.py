@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep import current
-from lockstep.process_group.child_process import Away
+from lockstep.process_group.child_process import DetachedProcessGroup
 from lockstep.process_group.group import Group
 from lockstep.topology.topology import Topology
 
@@ -47,6 +47,8 @@ def put_together(cls: type[ProcessView], place: dict[str, Any], number: int | No
         "not this rank. It knows where it comes from (process_index, num_processes, device), and cannot work with the "
         "other ranks. Do that in the rank itself, and hand over what comes of it."
     )
-    session = current.Session(topology=topology, group=cast(Group, Away(topology, words)), mixed_precision=precision)
+    session = current.Session(
+        topology=topology, group=cast(Group, DetachedProcessGroup(topology, words)), mixed_precision=precision
+    )
     view._session, view._topology, view._group = session, topology, session.group
     return view

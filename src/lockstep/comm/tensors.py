@@ -34,7 +34,7 @@ _SUMMABLE = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat
 
 
 @dataclass(frozen=True, eq=False)
-class _Slot:
+class _BufferSlice:
     """Where one leaf lies in the packed buffer."""
 
     offset: int
@@ -43,7 +43,7 @@ class _Slot:
     shape: torch.Size
 
 
-def _place(part: Tensor, slot: _Slot) -> Tensor:
+def _place(part: Tensor, slot: _BufferSlice) -> Tensor:
     """Where a leaf lies in one rank's part of a buffer; a zero-dimensional one as a row of one."""
     shape = slot.shape or (1,)
     if not slot.nbytes:
@@ -61,7 +61,7 @@ class _Plan:
         self,
         leaves: Sequence[Tensor],
         group: Group,
-        meant: verify.Meant | None = None,
+        meant: verify.CollectiveSignature | None = None,
         signature: tuple[Any, ...] | None = None,
     ) -> None:
         self.sign = "" if signature is None else layout.spell(signature)
@@ -73,7 +73,7 @@ class _Plan:
         slots, offset = [], 0
         for leaf in leaves:
             nbytes = leaf.numel() * leaf.element_size()
-            slots.append(_Slot(offset, nbytes, leaf.dtype, leaf.shape))
+            slots.append(_BufferSlice(offset, nbytes, leaf.dtype, leaf.shape))
             offset += -(-nbytes // _ALIGN) * _ALIGN
         self.slots = tuple(slots)
         self.nbytes = offset
@@ -127,7 +127,10 @@ class _Plan:
 
 
 def _plan(
-    group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...] | None, meant: verify.Meant | None = None
+    group: Group,
+    leaves: Sequence[Tensor],
+    signature: tuple[Any, ...] | None,
+    meant: verify.CollectiveSignature | None = None,
 ) -> _Plan:
     plan = None if signature is None else group.memo.get(signature)
     if plan is None:
@@ -237,7 +240,7 @@ def gather_ragged(group: Group, tree: Any, leaves: Sequence[Tensor]) -> list[lis
     number = group.box.enter("gather", _any_length(trees.flatten(tree)[1]), _CALLER)
     try:
         if group.debug:
-            verify.check(group, verify.Meant(operation="gather", tree=tree, free_dim=0))
+            verify.check(group, verify.CollectiveSignature(operation="gather", tree=tree, free_dim=0))
         return _ragged(group, leaves) if leaves else []
     finally:
         group.box.leave(number)
@@ -278,7 +281,7 @@ def _gather_rows(
     With an ``operation``, its name and the tree are compared first in debug mode.
     """
     if operation and group.debug:
-        return _compared_rows(group, leaves, signature, verify.Meant(operation=operation, tree=tree))
+        return _compared_rows(group, leaves, signature, verify.CollectiveSignature(operation=operation, tree=tree))
     plan = _plan(group, leaves, signature)
     buffer, rows = plan.receiving()
     if plan.nbytes:
@@ -287,7 +290,7 @@ def _gather_rows(
 
 
 def _compared_rows(
-    group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...] | None, meant: verify.Meant
+    group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...] | None, meant: verify.CollectiveSignature
 ) -> tuple[list[list[Tensor]], _Plan]:
     """Called on: all ranks. The same in debug mode: small leaves travel in the frame that is compared."""
     plan = _plan(group, leaves, None if signature is None else ("debug", meant.operation, *signature), meant)
@@ -359,7 +362,7 @@ def _combine(group: Group, leaves: list[Tensor], signature: tuple[Any, ...], tre
             found.append(total.view(leaf.shape).to(leaf.device))
     else:
         if group.debug:
-            verify.check(group, verify.Meant(operation=operation, tree=tree))
+            verify.check(group, verify.CollectiveSignature(operation=operation, tree=tree))
         found = list(leaves)
         for dtype, kind in dtypes:
             places = [place for place, leaf in enumerate(leaves) if (leaf.dtype, leaf.device.type) == (dtype, kind)]
@@ -409,7 +412,7 @@ def broadcast(group: Group, tree: Any, from_process: int = 0) -> Any:
     try:
         if group.debug:
             extra = f"from process {from_process}"
-            verify.check(group, verify.Meant(operation="broadcast", tree=tree, extra=extra))
+            verify.check(group, verify.CollectiveSignature(operation="broadcast", tree=tree, extra=extra))
         broadcast_leaves(group, leaves, signature, from_process)
     finally:
         group.box.leave(number)
@@ -468,7 +471,7 @@ def pad_across_processes(
         sizes = torch.tensor([leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else -1 for leaf in leaves])
         carried = None
         if group.debug:
-            meant = verify.Meant(operation=f"pad_across_processes (dim={dim})", tree=tree, free_dim=dim)
+            meant = verify.CollectiveSignature(operation=f"pad_across_processes (dim={dim})", tree=tree, free_dim=dim)
             carried = verify.exchange(group, meant, sizes.view(torch.uint8) if leaves else None)
         if not leaves:
             return tree

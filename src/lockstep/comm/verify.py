@@ -20,7 +20,7 @@ from lockstep.blackbox import sites
 from lockstep.comm import trees
 from lockstep.comm.all_gather import all_gather, gather_host
 from lockstep.guard.mismatch import refusal, understand_boxes
-from lockstep.guard.remedies import Why, different_arguments
+from lockstep.guard.remedies import CauseAndFix, different_arguments
 from lockstep.process_group.group import Group
 
 _FRAME = 8192
@@ -34,7 +34,7 @@ _TEXT = 600
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meant:
+class CollectiveSignature:
     """What a rank is about to do."""
 
     operation: str
@@ -78,7 +78,7 @@ class Meant:
         return parts
 
 
-class Frames:
+class HandshakeBuffers:
     """The memory that frames travel in; the same for every operation."""
 
     def __init__(self, group: Group) -> None:
@@ -112,21 +112,21 @@ class Frames:
         return together
 
 
-def frames_of(group: Group) -> Frames:
+def frames_of(group: Group) -> HandshakeBuffers:
     """The group's; the same for every operation."""
-    found: Frames | None = group.memo.get("frames")
+    found: HandshakeBuffers | None = group.memo.get("frames")
     if found is None:
-        found = group.memo["frames"] = Frames(group)
+        found = group.memo["frames"] = HandshakeBuffers(group)
     return found
 
 
-def check(group: Group, meant: Meant) -> None:
+def check(group: Group, meant: CollectiveSignature) -> None:
     """Called on: all ranks. Raise on all of them unless all mean the same."""
     if frames_of(group).meet(meant.key(), 0, f"checking {meant.operation}") is None:
         refuse(group, meant)
 
 
-def exchange(group: Group, meant: Meant, data: Tensor | None) -> Tensor | None:
+def exchange(group: Group, meant: CollectiveSignature, data: Tensor | None) -> Tensor | None:
     """Called on: all ranks. The same, and every rank's bytes, a row for each; None when they have to travel apart.
 
     ``data`` is a flat host tensor of bytes, equally many on ranks that mean the same. The rows are used again by the
@@ -142,7 +142,7 @@ def exchange(group: Group, meant: Meant, data: Tensor | None) -> Tensor | None:
     return frames.rows[:, :size] if together else None
 
 
-def refuse(group: Group, meant: Meant) -> NoReturn:
+def refuse(group: Group, meant: CollectiveSignature) -> NoReturn:
     """Called on: all ranks. Tell each other what each one meant, and raise."""
     # Before the exchange, in which all ranks still are where they differ, and none has left yet.
     found = understand_boxes(group.boxes, group.rank)
@@ -158,17 +158,17 @@ def refuse(group: Group, meant: Meant) -> NoReturn:
     raise refusal(_describe(records), _why(records))
 
 
-def _why(records: list[dict[str, str]]) -> Why | None:
+def _why(records: list[dict[str, str]]) -> CauseAndFix | None:
     """Cause and fix as the first rank sees them that knows, so that all raise the same error.
 
     A rank sees the boxes of its node only; what differs between nodes shows in the records.
     """
     seen = next((record for record in records if record.get("cause")), None)
     if seen is not None:
-        return Why(cause=seen["cause"], fix=seen["fix"], lead=seen["lead"])
+        return CauseAndFix(cause=seen["cause"], fix=seen["fix"], lead=seen["lead"])
     name = records[0]["op"]
     if len({record["op"] for record in records}) > 1:
-        return Why(
+        return CauseAndFix(
             cause="The ranks took different ways through the script, or call the same ones in another order.",
             fix="Let every rank make the same calls in the same order; keep them out of code that depends on the rank.",
         )

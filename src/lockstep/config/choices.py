@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from lockstep.errors import ConfigError
 
-_Choice = TypeVar("_Choice", bound="Choice")
+_Choice = TypeVar("_Choice", bound="ExplainedEnum")
 
 
-class Choice(str, Enum):
+class ExplainedEnum(str, Enum):
     """An enum that equals its text and explains itself when a text is none of its members."""
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Choice(str, Enum):
         raise ConfigError(f"{name}={value!r} is not known. Allowed: {allowed}.")
 
 
-class DistributedType(Choice):
+class DistributedType(ExplainedEnum):
     """How the processes of the job work together."""
 
     NO = "NO"
@@ -54,7 +54,7 @@ class DistributedType(Choice):
     """The older name of XLA, used by the guides; the same member."""
 
 
-class PrecisionType(Choice):
+class PrecisionType(ExplainedEnum):
     """Numeric precision of the forward pass."""
 
     NO = "no"
@@ -63,7 +63,7 @@ class PrecisionType(Choice):
     BF16 = "bf16"
 
 
-class RNGType(Choice):
+class RNGType(ExplainedEnum):
     """Random number generators that can be put in step between ranks."""
 
     TORCH = "torch"
@@ -79,7 +79,7 @@ class RNGType(Choice):
     GENERATOR = "generator"
 
 
-class DynamoBackend(Choice):
+class DynamoBackend(ExplainedEnum):
     """What torch.compile compiles with."""
 
     NO = "NO"
@@ -100,7 +100,7 @@ class DynamoBackend(Choice):
     NEURON = "NEURON"
 
 
-class DDPCommunicationHookType(Choice):
+class DDPCommunicationHookType(ExplainedEnum):
     """How DDP compresses gradients on their way between ranks."""
 
     NO = "no"
@@ -110,7 +110,7 @@ class DDPCommunicationHookType(Choice):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
-class SchedulerUnit(Choice):
+class SchedulerUnit(ExplainedEnum):
     """What one ``scheduler.step()`` of the training loop advances the schedule by."""
 
     PROCESS = "process"
@@ -119,7 +119,7 @@ class SchedulerUnit(Choice):
     """One step per optimizer update, on any number of processes."""
 
 
-class TailDivisor(Choice):
+class TailDivisor(ExplainedEnum):
     """What the last, incomplete accumulation window of an epoch is averaged over."""
 
     PRESENT = "present"
@@ -128,7 +128,7 @@ class TailDivisor(Choice):
     """The full window, as Accelerate does."""
 
 
-class NanPolicy(Choice):
+class NanPolicy(ExplainedEnum):
     """What is done about a loss or gradient that is NaN or infinite."""
 
     STOP = "stop"
@@ -141,7 +141,7 @@ class NanPolicy(Choice):
     """Nobody looks."""
 
 
-class DebugTool(Choice):
+class DebugTool(ExplainedEnum):
     """The checks that debug mode can switch on."""
 
     COLLECTIVES = "collectives"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.config import env
-from lockstep.config.choices import Choice, DebugTool, DynamoBackend, PrecisionType
+from lockstep.config.choices import DebugTool, DynamoBackend, ExplainedEnum, PrecisionType
 from lockstep.errors import ConfigError
 
 Parse = Callable[[Any], Any]
@@ -91,7 +91,7 @@ def _gpu_ids(value: Any) -> str | None:
     raise ValueError("all, or numbers such as 0,2")
 
 
-def _one_of(choices: type[Choice]) -> Parse:
+def _one_of(choices: type[ExplainedEnum]) -> Parse:
     def parse(value: Any) -> str:
         # `no` without quotes is False in YAML.
         value = "no" if value is False else value

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, Subset
 
-from lockstep.data.global_batch import Round
+from lockstep.data.global_batch import GlobalBatch
 from lockstep.data.sampler import SeedableRandomSampler
 from lockstep.job_store.signed_store import from_fields
 from lockstep.process_group.group import Group
@@ -32,7 +32,7 @@ _MOST_EACH = 7 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RankAudit:
     """What one rank saw."""
 
     length: int
@@ -85,7 +85,7 @@ class Audit:
         sampler, drop_last = getattr(shard, "sampler", None), bool(getattr(shard, "drop_last", False))
         return cls(name, inner.dataset, sampler, drop_last=drop_last, epoch=epoch)
 
-    def saw(self, round_: Round, rank: int) -> None:
+    def saw(self, round_: GlobalBatch, rank: int) -> None:
         """Note a batch."""
         real = round_.real[rank]
         try:
@@ -107,7 +107,7 @@ class Audit:
             reports, bitmaps = results
             _log(*judge(reports, count(bitmaps, reports[0].bottom)))
 
-    def _result(self, world_size: int) -> tuple[Report, bytes] | None:
+    def _result(self, world_size: int) -> tuple[RankAudit, bytes] | None:
         """What there is to post: the report, and a bit for each sample at the bottom, unless these are too many."""
         length = len(self._dataset)
         indices = torch.tensor(self._seen, dtype=torch.int64)
@@ -118,7 +118,7 @@ class Audit:
         except (TypeError, ValueError, IndexError):
             return None  # a subset by names, or of something without a length
         whole = whole and (not len(resolved) or (int(resolved.min()) >= 0 and int(resolved.max()) < bottom))
-        report = Report(
+        report = RankAudit(
             length=length,
             bottom=bottom,
             identity=identity,
@@ -137,7 +137,7 @@ class Audit:
         return replace(report, seen=len(seen), checksum=int((seen * seen).sum())), b""
 
 
-def _exchange(group: Group, name: str, report: Report, bitmap: bytes) -> tuple[list[Report], list[bytes]] | None:
+def _exchange(group: Group, name: str, report: RankAudit, bitmap: bytes) -> tuple[list[RankAudit], list[bytes]] | None:
     """Post a result; all of them for the rank that posts the last one, None for the others, or where one is odd."""
     store = group.store
     keys = [group.key(f"audit/{name}/{rank}") for rank in range(group.world_size)]
@@ -152,9 +152,9 @@ def _exchange(group: Group, name: str, report: Report, bitmap: bytes) -> tuple[l
     return [report for report, _ in found], [bits for _, bits in found]
 
 
-def _read_posted(data: bytes) -> tuple[Report, bytes]:
+def _read_posted(data: bytes) -> tuple[RankAudit, bytes]:
     text, _, bits = data.partition(b"\n")
-    return from_fields(Report, text), bits
+    return from_fields(RankAudit, text), bits
 
 
 def count(bitmaps: list[bytes], bottom: int) -> Tensor | None:
@@ -171,7 +171,7 @@ def count(bitmaps: list[bytes], bottom: int) -> Tensor | None:
     return torch.from_numpy(np.unpackbits(any_rank, count=bottom) + np.unpackbits(several, count=bottom))
 
 
-def judge(reports: list[Report], counts: Tensor | None) -> tuple[str, bool]:
+def judge(reports: list[RankAudit], counts: Tensor | None) -> tuple[str, bool]:
     """The finding about an epoch, and whether it is a warning.
 
     ``counts``: how many ranks saw each sample, as far as it is more than one; None when nobody knows.
@@ -227,7 +227,7 @@ def judge(reports: list[Report], counts: Tensor | None) -> tuple[str, bool]:
     return "", False
 
 
-def _each_once(reports: list[Report]) -> bool:
+def _each_once(reports: list[RankAudit]) -> bool:
     """Whether the ranks together saw each sample once, by number and checksum."""
     length = reports[0].length
     squares = (length - 1) * length * (2 * length - 1) // 6

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
-    from lockstep.data.global_batch import Round
+    from lockstep.data.global_batch import GlobalBatch
     from lockstep.data.iteration import Iteration
 
 _numbers = itertools.count()
@@ -107,7 +107,7 @@ class CurrentBatch:
         return min(candidates, key=lambda one: (one.end_of_dataloader, one.begun_at))
 
     @property
-    def round(self) -> Round | None:
+    def round(self) -> GlobalBatch | None:
         """What all ranks hold of the batch that is trained on; None when no prepared loader is being iterated."""
         iteration = self.training
         return None if iteration is None else iteration.round

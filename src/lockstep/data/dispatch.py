@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm import trees, verify
-from lockstep.data.global_batch import Round
+from lockstep.data.global_batch import GlobalBatch
 from lockstep.errors import DataError, UsageError
 from lockstep.process_group.group import Group
 
@@ -38,14 +38,14 @@ _ALIGN = 16
 _KEEP_BYTES = 1 << 26
 """Buffers up to this size are kept for the next round; larger ones would hold too much memory."""
 
-Delivery = tuple[Any, Round, bool]
+Delivery = tuple[Any, GlobalBatch, bool]
 """A rank's batch, the round it is part of, and whether it is the rank's last."""
 _Spec = tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...], bool]
 """What stands in the pickle for a tensor: its number, where its bytes start, dtype, shape, strides, requires_grad."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankBatch:
     """One rank's batch, as rank 0 read it."""
 
     batch: Any
@@ -57,12 +57,12 @@ class Share:
     real: int
     """How many of them are no repeats; they come first."""
     ids: Sequence[int] = ()
-    """Its samples, as in `Round.ids`."""
+    """Its samples, as in `GlobalBatch.ids`."""
     size: int = 0
-    """Samples in a full batch, as in `Round.size`."""
+    """Samples in a full batch, as in `GlobalBatch.size`."""
 
 
-def dispatch(group: Group, source: Iterator[Share] | None, *, even: bool) -> Iterator[Delivery]:
+def dispatch(group: Group, source: Iterator[RankBatch] | None, *, even: bool) -> Iterator[Delivery]:
     """Called on: all ranks. Each rank's batches of one epoch, with their rounds and whether they are its last.
 
     Rank 0 gets its own batches as they are; the others get tensors in host memory that are their own.
@@ -78,7 +78,7 @@ def dispatch(group: Group, source: Iterator[Share] | None, *, even: bool) -> Ite
         return
     if source is None:
         raise UsageError("dispatch got no source on rank 0, which is the one that reads. Pass its shares there.")
-    desk = _Desk(group, group.world_size)
+    desk = _ScatterBuffers(group, group.world_size)
     for parcels in _deal(source, group.world_size, even):
         if group.world_size > 1:
             _send(desk, parcels)
@@ -90,7 +90,7 @@ def dispatch(group: Group, source: Iterator[Share] | None, *, even: bool) -> Ite
 # --- who gets what -----------------------------------------------------------------------------------------------
 
 
-def _deal(source: Iterator[Share], world_size: int, even: bool) -> Iterator[list[list[Delivery]]]:
+def _deal(source: Iterator[RankBatch], world_size: int, even: bool) -> Iterator[list[list[Delivery]]]:
     """For each exchange what each rank gets in it: one batch, two at an uneven end, or nothing."""
     current = list(islice(source, world_size))
     first = current if even else []
@@ -109,7 +109,7 @@ def _deal(source: Iterator[Share], world_size: int, even: bool) -> Iterator[list
         yield parcels
 
 
-def _parcels(rounds: list[list[Share]], world_size: int, *, last: bool) -> list[list[Delivery]]:
+def _parcels(rounds: list[list[RankBatch]], world_size: int, *, last: bool) -> list[list[Delivery]]:
     parcels: list[list[Delivery]] = []
     for rank in range(world_size):
         mine = [shares for shares in rounds if rank < len(shares)]
@@ -122,9 +122,9 @@ def _parcels(rounds: list[list[Share]], world_size: int, *, last: bool) -> list[
     return parcels
 
 
-def _round(shares: list[Share], rank: int, world_size: int) -> Round:
+def _round(shares: list[RankBatch], rank: int, world_size: int) -> GlobalBatch:
     none = (0,) * (world_size - len(shares))
-    return Round(
+    return GlobalBatch(
         start=shares[0].start,
         rows=tuple(share.rows for share in shares) + none,
         real=tuple(share.real for share in shares) + none,
@@ -136,7 +136,7 @@ def _round(shares: list[Share], rank: int, world_size: int) -> Round:
 # --- sending and receiving ---------------------------------------------------------------------------------------
 
 
-class _Desk:
+class _ScatterBuffers:
     """The buffers that frames and payloads travel in, a row for each rank they go to."""
 
     def __init__(self, group: Group, ranks: int) -> None:
@@ -162,7 +162,7 @@ class _Desk:
         """Called on: all ranks. Before an exchange, see that nobody has failed and, in debug mode, that all mean it."""
         self.group.check(_DOING)
         if self.group.debug:
-            verify.check(self.group, verify.Meant(operation="dispatch_batches"))
+            verify.check(self.group, verify.CollectiveSignature(operation="dispatch_batches"))
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Called on: all ranks. The row that rank 0 has for this rank; elsewhere it is written into the only row."""
@@ -177,9 +177,9 @@ class _Desk:
         return carried[0].cpu()
 
 
-def _send(desk: _Desk, parcels: list[list[Delivery]]) -> None:
+def _send(desk: _ScatterBuffers, parcels: list[list[Delivery]]) -> None:
     """Called on: rank 0, while the others are in ``_receive``. Give each rank its parcel."""
-    letters = [_Letter(parcel, rank) for rank, parcel in enumerate(parcels) if rank != 0]
+    letters = [_ScatterMessage(parcel, rank) for rank, parcel in enumerate(parcels) if rank != 0]
     size = max(letter.payload for letter in letters)
     payloads = desk.payloads(size) if size else None
     for rank, letter in enumerate(letters, 1):
@@ -192,7 +192,7 @@ def _send(desk: _Desk, parcels: list[list[Delivery]]) -> None:
 
 def _receive(group: Group) -> Iterator[Delivery]:
     """Called on: all ranks but 0. What rank 0 sends, until it says that it was the last."""
-    desk = _Desk(group, 1)
+    desk = _ScatterBuffers(group, 1)
     last = False
     while not last:
         desk.open()
@@ -203,7 +203,7 @@ def _receive(group: Group) -> Iterator[Delivery]:
         yield from parcel
 
 
-class _Letter:
+class _ScatterMessage:
     """What one rank gets in one exchange, ready to be written into its frame and its payload."""
 
     def __init__(self, parcel: list[Delivery], rank: int) -> None:

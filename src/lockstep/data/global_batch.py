@@ -10,7 +10,7 @@ _SHOWN = 8
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, which costs a microsecond a batch; nobody changes one
-class Round:
+class GlobalBatch:
     """One batch on every rank, told apart from the others by where its samples stand in the epoch's order.
 
     A rank's own samples come first in its batch, and ranks follow each other in the order of the epoch; samples that
@@ -59,12 +59,12 @@ class ItemCounts:
     """
 
     def __init__(self) -> None:
-        self._first: Round | None = None
-        self._now: Round | None = None
+        self._first: GlobalBatch | None = None
+        self._now: GlobalBatch | None = None
         self._call = 0
         self._known: dict[Any, int] = {}
 
-    def begin(self, now: Round) -> bool:
+    def begin(self, now: GlobalBatch) -> bool:
         """Count a call; whether it is one to learn from: in the first round that metrics were gathered in."""
         if now is not self._now:
             self._now, self._call = now, 0

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.comm.profiled import being_profiled
 from lockstep.data import loader_state
-from lockstep.data.global_batch import ItemCounts, Round, name_samples
+from lockstep.data.global_batch import GlobalBatch, ItemCounts, name_samples
 from lockstep.data.shards import UNKNOWN, Shard, ShardedIterable
 from lockstep.data.worker_tails import WorkerTail, deal_out, whole_rounds
 from lockstep.data.worker_time import short_form, workers_of
@@ -20,10 +20,10 @@ from lockstep.errors import DataError
 
 if TYPE_CHECKING:
     from lockstep.data.audit import Audit
-    from lockstep.data.dispatch import Share
+    from lockstep.data.dispatch import RankBatch
     from lockstep.data.loader import PreparedDataLoader
 
-Item = tuple[Any, Round, bool]
+Item = tuple[Any, GlobalBatch, bool]
 """A batch, its round, and whether it is this rank's last."""
 
 
@@ -43,7 +43,7 @@ class Iteration:
         """Which of its batches is being worked on, counted from 1."""
         self.passed = 0
         """Batches of the epoch that it does not hand out, as they were skipped or trained on before."""
-        self.round: Round | None = None
+        self.round: GlobalBatch | None = None
         """What all ranks hold of the batch being worked on."""
         self.item_counts = ItemCounts()
         """What metrics have shown of the items per sample."""
@@ -192,7 +192,7 @@ class Iteration:
         from lockstep.data.dispatch import dispatch  # loaded where it is used, as not every script does
 
         loader, group, places = self.loader, self.loader._group, self.places
-        read: deque[tuple[Round, Any]] = deque()
+        read: deque[tuple[GlobalBatch, Any]] = deque()
         source = self._shares(inner, shard, read) if group.rank == 0 else None
         start = loader._mover.start if loader._mover is not None else None
         deliveries = dispatch(group, source, even=loader.even_batches)
@@ -214,8 +214,10 @@ class Iteration:
                 self.snapshot = self._read_state
             yield batch if start is None else start(batch), round_, last
 
-    def _shares(self, inner: DataLoader[Any], shard: Shard, read: deque[tuple[Round, Any]]) -> Iterator[Share]:
-        from lockstep.data.dispatch import Share
+    def _shares(
+        self, inner: DataLoader[Any], shard: Shard, read: deque[tuple[GlobalBatch, Any]]
+    ) -> Iterator[RankBatch]:
+        from lockstep.data.dispatch import RankBatch
 
         found: Iterator[Any] = ((batch, part, self._read_state) for batch, part in self._read(inner, shard))
         if isinstance(shard, ShardedIterable) and shard.drop_last:
@@ -223,11 +225,11 @@ class Iteration:
         for batch, part, state in found:
             self.began, self.began_epoch = shard.began, shard.began_epoch
             read.append((part, state))
-            yield Share(
+            yield RankBatch(
                 batch=batch, start=part.start, rows=part.rows[0], real=part.real[0], ids=part.ids, size=part.size
             )
 
-    def _read(self, inner: DataLoader[Any], shard: Shard) -> Iterator[tuple[Any, Round]]:
+    def _read(self, inner: DataLoader[Any], shard: Shard) -> Iterator[tuple[Any, GlobalBatch]]:
         """The batches that are read here, with their rounds; a failure is reported to the other ranks."""
         group = self.loader._group
         stream = isinstance(shard, ShardedIterable)
@@ -283,7 +285,7 @@ class Iteration:
 
     def _tail(
         self, inner: DataLoader[Any], shard: ShardedIterable, tails: list[WorkerTail], drops: int
-    ) -> Iterator[tuple[Any, Round]]:
+    ) -> Iterator[tuple[Any, GlobalBatch]]:
         """What several workers have left, put together."""
         collate: Any = inner.collate_fn
         batched = inner.batch_size is not None
@@ -295,12 +297,12 @@ class Iteration:
             else:
                 yield batch, round_
 
-    def _drop(self, round_: Round) -> None:
+    def _drop(self, round_: GlobalBatch) -> None:
         """A batch that is skipped could only be skipped once it was read."""
         round_.pass_on(self.start)
         round_.pass_on(self.places)
 
-    def _tell(self, error: Exception, round_: Round | None) -> None:
+    def _tell(self, error: Exception, round_: GlobalBatch | None) -> None:
         from lockstep.data import read_errors  # loaded when something has failed
 
         read_errors.tell(error, self.loader._group, round_)
@@ -324,7 +326,7 @@ class Iteration:
         log_stream(repeated, sum(self.places), loader_state.length_of(self.loader.dataset), inner.num_workers)
 
 
-def _no_batch(round_: Round) -> DataError:
+def _no_batch(round_: GlobalBatch) -> DataError:
     return DataError(
         f"The loader gave None instead of a batch for {name_samples(round_.ids)}. On several processes every rank "
         "needs its batch: let collate_fn always return one."

@@ -14,7 +14,7 @@ from lockstep.blackbox.box import NoBox
 from lockstep.data import loader_state
 from lockstep.data.current_batch import CurrentBatch
 from lockstep.data.epoch import Epoch
-from lockstep.data.global_batch import Round
+from lockstep.data.global_batch import GlobalBatch
 from lockstep.data.iteration import Iteration
 from lockstep.data.shards import UNKNOWN, Shard
 from lockstep.errors import UsageError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.data.prefetcher import Mover
 
 
-class Elsewhere:
+class DetachedGroup:
     """In the place of the group, in a process that is not the rank the loader was prepared in: it can only read."""
 
     clock = None
@@ -145,7 +145,7 @@ class PreparedDataLoader(DataLoader[Any]):
         return self._epoch.number
 
     @property
-    def current(self) -> Round | None:
+    def current(self) -> GlobalBatch | None:
         """What all ranks hold of the batch being worked on: the one that was drawn last."""
         shown = self._epoch.shown
         return None if shown is None else shown.round
@@ -252,7 +252,7 @@ class PreparedDataLoader(DataLoader[Any]):
         if session is not None and (session.topology.rank, session.topology.world_size) == (rank, world_size):
             self._group = session.group
         else:
-            self._group = cast(Group, Elsewhere(rank, world_size))
+            self._group = cast(Group, DetachedGroup(rank, world_size))
             self._synchronize = None
         if state["_mover"] is not None:
             from lockstep.data.prefetcher import Mover  # loaded where there is somewhere to move to

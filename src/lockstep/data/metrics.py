@@ -1,6 +1,6 @@
 """What all ranks computed from one round of batches, without the samples that were repeated to fill it.
 
-How many samples each rank's batch holds, and how many of them are real, stands in the `Round`: nothing is guessed
+How many samples each rank's batch holds, and how many of them are real, stands in the `GlobalBatch`: nothing is guessed
 from the length of what was gathered. Joining is done by `Joiner`, which talks to nobody; a round that is complete
 has nothing to drop and takes the plain gather. One process is a world of one: nothing has to be gathered, and what a
 script computed for a full batch when its last one is shorter is dropped as anywhere else.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.comm import objects, tensors, trees, verify
 from lockstep.comm.raw_bytes import as_bytes
-from lockstep.data.global_batch import ItemCounts, Round
+from lockstep.data.global_batch import GlobalBatch, ItemCounts
 from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.process_group.group import Group
 
@@ -31,7 +31,7 @@ _SAID: set[str] = set()
 def gather(
     group: Group,
     data: Any,
-    now: Round | None,
+    now: GlobalBatch | None,
     *,
     as_objects: bool = False,
     counts: ItemCounts | None = None,
@@ -85,7 +85,7 @@ def gather(
     return result
 
 
-def _take_part(group: Group, now: Round | None) -> tuple[Sequence[int], Share | None]:
+def _take_part(group: Group, now: GlobalBatch | None) -> tuple[Sequence[int], BatchCounts | None]:
     """The ranks that have a batch, and what is in theirs."""
     if now is None:
         return range(group.world_size), None
@@ -95,7 +95,9 @@ def _take_part(group: Group, now: Round | None) -> tuple[Sequence[int], Share | 
             f"{now.rows}), so the others do not wait for it. Call it inside the loop over the prepared loader only."
         )
     ranks = [rank for rank, rows in enumerate(now.rows) if rows]
-    return ranks, Share(tuple(now.rows[rank] for rank in ranks), tuple(now.real[rank] for rank in ranks), now.size)
+    return ranks, BatchCounts(
+        tuple(now.rows[rank] for rank in ranks), tuple(now.real[rank] for rank in ranks), now.size
+    )
 
 
 def _complain(
@@ -125,12 +127,12 @@ def _leaves_of_all(
     leaves: Sequence[Tensor],
     signature: tuple[Any, ...],
     ranks: Sequence[int],
-    share: Share | None,
+    share: BatchCounts | None,
 ) -> list[list[Tensor]]:
     """Called on: these ranks. For each leaf what every one of them has."""
     if len(ranks) < group.world_size:
         # No collective without the ranks whose loop is over. It is the end of an epoch: pickles will do.
-        each = _exchange(group, [_Parcel(leaf) for leaf in leaves], ranks)
+        each = _exchange(group, [_PackedTensor(leaf) for leaf in leaves], ranks)
         if len({len(part) for part in each}) > 1:
             raise _differs("structures", "", [f"{len(part)} tensors" for part in each])
         return [list(column) for column in zip(*each, strict=True)]
@@ -147,7 +149,7 @@ def _objects_of_all(group: Group, data: Any, ranks: Sequence[int], as_objects: b
             f"{type(data).__name__}. Put it into a list: gather_for_metrics([value])."
         )
     if len(ranks) == group.world_size and group.debug:
-        verify.check(group, verify.Meant(operation="gather_object"))
+        verify.check(group, verify.CollectiveSignature(operation="gather_object"))
     return _exchange(group, _pack(data, as_objects), ranks)
 
 
@@ -159,7 +161,7 @@ def _exchange(group: Group, value: Any, ranks: Sequence[int]) -> list[Any]:
     return [trees.map_leaves(lambda leaf: _unpack(leaf, group.device), part) for part in each]
 
 
-class _Parcel:
+class _PackedTensor:
     """A tensor among objects. Pickled as it is, it would take its whole storage along, and its sender's device."""
 
     __slots__ = ("data", "dtype", "on_host", "shape")
@@ -190,19 +192,19 @@ def _pack(value: Any, as_objects: bool) -> Any:
     if form == "samples":
         if trees.kind_of(value) == "leaf":
             return _pack(list(value), as_objects)
-        return [trees.map_tensors(_Parcel, item) for item in value]
-    return _Parcel(value) if form == "tensor" else value
+        return [trees.map_tensors(_PackedTensor, item) for item in value]
+    return _PackedTensor(value) if form == "tensor" else value
 
 
 def _unpack(leaf: Any, device: torch.device) -> Any:
-    return leaf.open(device) if isinstance(leaf, _Parcel) else leaf
+    return leaf.open(device) if isinstance(leaf, _PackedTensor) else leaf
 
 
 # --- joining -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BatchCounts:
     """What is in the batches of the ranks that take part, one number for each of them."""
 
     rows: tuple[int, ...]
@@ -266,7 +268,7 @@ def form_of(value: Any, as_objects: bool = False) -> str:
 class Joiner:
     """Makes one structure of the ranks' structures, in rank order, and notes what it could not do right."""
 
-    def __init__(self, share: Share | None, as_objects: bool = False, counts: ItemCounts | None = None) -> None:
+    def __init__(self, share: BatchCounts | None, as_objects: bool = False, counts: ItemCounts | None = None) -> None:
         self._share = share
         self._as_objects = as_objects
         self._counts = counts
@@ -374,7 +376,7 @@ def _items(value: Any, as_objects: bool, path: str = "") -> Iterator[tuple[str, 
 def _alone(
     group: Group,
     data: Any,
-    now: Round | None,
+    now: GlobalBatch | None,
     as_tensors: bool,
     as_objects: bool,
     counts: ItemCounts | None,

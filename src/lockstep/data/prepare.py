@@ -14,7 +14,7 @@ from lockstep.data import loader_state
 from lockstep.data.current_batch import CurrentBatch
 from lockstep.data.loader import PreparedDataLoader
 from lockstep.data.sampler import SeedableRandomSampler
-from lockstep.data.shards import Deal, DealtBatchSampler, Shard, ShardedBatchSampler, ShardedIterable
+from lockstep.data.shards import BatchSamplerShard, Shard, ShardedBatchSampler, ShardedIterable, ShardSpec
 from lockstep.data.skip import SkippedSampler, skip_unprepared
 from lockstep.data.tagged_batch import Tagging
 from lockstep.errors import ConfigError, UsageError
@@ -54,7 +54,7 @@ def prepare_loader(
     dispatched = group.world_size > 1 and (
         options.dispatch_batches if options.dispatch_batches is not None else streams
     )
-    deal = Deal(
+    deal = ShardSpec(
         rank=group.rank,
         world_size=group.world_size,
         even=options.even_batches,
@@ -100,7 +100,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     return skip_unprepared(dataloader, num_batches)
 
 
-def _shard(inner: DataLoader[Any], deal: Deal, split: bool) -> Shard:
+def _shard(inner: DataLoader[Any], deal: ShardSpec, split: bool) -> Shard:
     """Have the copied loader give this rank's share only."""
     shard: Shard
     changes: dict[str, Any] = {}
@@ -114,13 +114,13 @@ def _shard(inner: DataLoader[Any], deal: Deal, split: bool) -> Shard:
             changes["batch_size"] = stream.share  # each rank collates its slice only
             changes["batch_sampler"] = BatchSampler(inner.sampler, stream.share, inner.drop_last)
     elif inner.batch_sampler is None:
-        shard = DealtBatchSampler(inner.sampler, deal, split=split)
+        shard = BatchSamplerShard(inner.sampler, deal, split=split)
         changes["sampler"] = shard
     elif type(inner.batch_sampler) is BatchSampler:
         shard = ShardedBatchSampler(inner.batch_sampler, deal, split=split)
         changes["batch_sampler"] = shard
     else:
-        shard = DealtBatchSampler(inner.batch_sampler, deal, split=split)
+        shard = BatchSamplerShard(inner.batch_sampler, deal, split=split)
         changes["batch_sampler"] = shard
     inner.__dict__.update(changes)  # the class forbids setting these after it was made; this copy is being made
     return shard

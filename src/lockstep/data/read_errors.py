@@ -8,14 +8,14 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from lockstep.data.global_batch import Round, name_samples
+from lockstep.data.global_batch import GlobalBatch, name_samples
 from lockstep.errors import PeerFailure
 from lockstep.process_group.group import Group
 
 _TOLD = "_lockstep_told"
 
 
-def tell(error: Exception, group: Group, round_: Round | None) -> None:
+def tell(error: Exception, group: Group, round_: GlobalBatch | None) -> None:
     """Add to an error which samples were being read, and free the ranks that will wait for this one."""
     if isinstance(error, PeerFailure) or getattr(error, _TOLD, False):
         return  # who failed has told everybody

@@ -20,7 +20,7 @@ _AT_ONCE = 4096
 """Indices that are taken out of a tensor together: one call for many batches costs far less than one for each."""
 
 
-class Listed:
+class IndexOrder:
     """An order that is known from one end to the other."""
 
     def __init__(self, indices: Tensor | Sequence[int], place: int, sampler: RandomSampler | None = None) -> None:
@@ -64,7 +64,7 @@ class Listed:
         return part.tolist() if isinstance(part, Tensor) else list(part)
 
 
-class Walked:
+class IterOrder:
     """An order that only its sampler knows."""
 
     def __init__(self, indices: Iterable[Any], place: int, keep: int) -> None:
@@ -98,28 +98,30 @@ class Walked:
         """Nothing: the sampler has seen its end itself."""
 
 
-def open_order(sampler: Any, place: int, keep: int, state: Tensor | None) -> tuple[Listed | Walked, Tensor | None]:
+def open_order(
+    sampler: Any, place: int, keep: int, state: Tensor | None
+) -> tuple[IndexOrder | IterOrder, Tensor | None]:
     """The order of a sampler's next epoch from ``place`` on, and the state of the generator that it comes from.
 
     ``state`` is that of an earlier epoch to be read once more; ``keep`` is how much of the head may be asked for.
     """
     kind = type(sampler)
     if kind is SequentialSampler:
-        return Listed(range(len(sampler)), place), None
+        return IndexOrder(range(len(sampler)), place), None
     if kind in (RandomSampler, SeedableRandomSampler) and not sampler.replacement:
         count = len(sampler.data_source)
         if sampler.num_samples == count:
             generator = _generator(sampler, state)
             state = generator.get_state()
-            return Listed(_shuffled(count, generator), place, sampler), state
+            return IndexOrder(_shuffled(count, generator), place, sampler), state
     own = getattr(sampler, "generator", None)
     if not isinstance(own, torch.Generator):
         indices, state = draw_globally(sampler, state)
-        return Walked(indices, place, keep), state
+        return IterOrder(indices, place, keep), state
     if state is not None:
         own.set_state(state)
     state = own.get_state()
-    return Walked(sampler, place, keep), state
+    return IterOrder(sampler, place, keep), state
 
 
 def draw_globally(sampler: Iterable[Any], state: Tensor | None) -> tuple[Iterable[Any], Tensor]:

@@ -1,9 +1,9 @@
 """Cutting a data set's order between ranks, in rounds: one batch for every rank.
 
 Every rank knows the whole order and keeps its own part: whole batches dealt in turn, or, with ``split_batches``, a
-slice of each batch. So each rank can say what all the others hold, without asking them: the ``Round`` that goes beside
-every batch. A last round that is not full is filled up with samples from the start of the epoch where ``even`` asks
-for equally many batches on all ranks.
+slice of each batch. So each rank can say what all the others hold, without asking them: the ``GlobalBatch`` that goes
+beside every batch. A last round that is not full is filled up with samples from the start of the epoch where ``even``
+asks for equally many batches on all ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_info
 
-from lockstep.data.global_batch import Round, name_samples
-from lockstep.data.sampler_order import Walked, draw_globally, open_order
+from lockstep.data.global_batch import GlobalBatch, name_samples
+from lockstep.data.sampler_order import IterOrder, draw_globally, open_order
 from lockstep.data.worker_tails import pack
 from lockstep.errors import ConfigError, DataError
 
@@ -41,7 +41,7 @@ def check_split(batch_size: int | None, world_size: int) -> int:
     return batch_size // world_size
 
 
-class Deal:
+class ShardSpec:
     """Who gets what of a round."""
 
     def __init__(
@@ -61,14 +61,14 @@ class Deal:
         """Whether the last round is filled up; one process has nobody to keep in step with."""
         return self.even and self.world_size > 1
 
-    def tail(self, start: int, share: int, left: int) -> Round:
+    def tail(self, start: int, share: int, left: int) -> GlobalBatch:
         """The last round, with ``left`` samples for parts of ``share``."""
         real = tuple(max(0, min(share, left - rank * share)) for rank in range(self.world_size))
         if not self.fills:
-            return Round(start, real, real, size=share)
-        return Round(start, tuple((own if self.sparing else 0) or share for own in real), real, size=share)
+            return GlobalBatch(start, real, real, size=share)
+        return GlobalBatch(start, tuple((own if self.sparing else 0) or share for own in real), real, size=share)
 
-    def parts(self, round_: Round, parts: Sequence[Any]) -> Iterator[tuple[Round, Any]]:
+    def parts(self, round_: GlobalBatch, parts: Sequence[Any]) -> Iterator[tuple[GlobalBatch, Any]]:
         """The parts of a round that are dealt here; one that is read for another rank is told apart as that rank's."""
         if not self.everyone:
             if round_.rows[self.rank]:
@@ -77,10 +77,10 @@ class Deal:
         start = round_.start
         for rows, real, part in zip(round_.rows, round_.real, parts, strict=True):
             if rows and (real or not self.sparing):  # a rank that would go empty is seen to when batches are sent
-                yield Round(start, (rows,), (real,), _ids(part), round_.worker, round_.size), part
+                yield GlobalBatch(start, (rows,), (real,), _ids(part), round_.worker, round_.size), part
             start += real
 
-    def slices(self, round_: Round, items: Sequence[Any], share: int) -> Iterator[tuple[Round, Any]]:
+    def slices(self, round_: GlobalBatch, items: Sequence[Any], share: int) -> Iterator[tuple[GlobalBatch, Any]]:
         """The same for parts that lie ``share`` apart in ``items``."""
         parts = [items[rank * share : rank * share + rows] for rank, rows in enumerate(round_.rows)]
         return self.parts(round_, parts)
@@ -97,19 +97,19 @@ class Deal:
 class Shard:
     """What the samplers and the stream below have in common: where to begin, and the rounds under way."""
 
-    deal: Deal
+    deal: ShardSpec
     sampler: Any
     inner: Any
 
-    def _prepare(self, deal: Deal) -> None:
+    def _prepare(self, deal: ShardSpec) -> None:
         self.deal = deal
         self.start = 0
         """Where the next iteration begins; later ones begin at 0."""
         self.skip = 0
         """Rounds that every iteration passes over."""
-        self.coming: deque[Round] = deque()
+        self.coming: deque[GlobalBatch] = deque()
         """The rounds of batches that were dealt, but not yet handed out."""
-        self.latest: Round | None = None
+        self.latest: GlobalBatch | None = None
         """The round of the items that a stream is giving out, or else is reading."""
         self.began: Tensor | None = None
         """The state of the order's generator when the epoch began."""
@@ -172,7 +172,7 @@ class Shard:
         """How many rounds there are up to a place in the epoch; None when nobody knows."""
         return None
 
-    def remainder(self, round_: Round) -> int:
+    def remainder(self, round_: GlobalBatch) -> int:
         """Real samples in the last round; 0 when it was full."""
         raise NotImplementedError
 
@@ -184,7 +184,7 @@ class Shard:
 class ShardedBatchSampler(Shard, BatchSampler):
     """This rank's batches of torch's batch sampler over any sampler."""
 
-    def __init__(self, inner: BatchSampler, deal: Deal, *, split: bool) -> None:
+    def __init__(self, inner: BatchSampler, deal: ShardSpec, *, split: bool) -> None:
         # The base class is for isinstance only.
         self.inner = inner
         self.sampler = inner.sampler
@@ -207,11 +207,11 @@ class ShardedBatchSampler(Shard, BatchSampler):
         full = (share,) * deal.world_size
         for items in order.rounds(size, begin, count):
             if deal.everyone:
-                for part, indices in deal.slices(Round(place, full, full), items, share):
+                for part, indices in deal.slices(GlobalBatch(place, full, full), items, share):
                     note(part)
                     yield indices
             else:
-                note(Round(place, full, full, items))
+                note(GlobalBatch(place, full, full, items))
                 yield items
             place += size
         left = order.rest()
@@ -248,7 +248,7 @@ class ShardedBatchSampler(Shard, BatchSampler):
         """How many rounds there are up to a place in the epoch."""
         return place / self.size
 
-    def remainder(self, round_: Round) -> int:
+    def remainder(self, round_: GlobalBatch) -> int:
         """Real samples in the last round; 0 when it was full."""
         return sum(round_.real) % self.size
 
@@ -257,14 +257,14 @@ class ShardedBatchSampler(Shard, BatchSampler):
         return UNKNOWN if self.drop_last else _remainder(self.sampler, self.start, self.size)
 
 
-class DealtBatchSampler(Shard, Sampler[Any]):
+class BatchSamplerShard(Shard, Sampler[Any]):
     """This rank's batches of any batch sampler, dealt whole: batches keep the size their sampler gave them.
 
     Also for a sampler whose samples are not batched at all. Where batches have a fixed size, only the very last one may
     be shorter, and is filled up as a plain sampler's would be.
     """
 
-    def __init__(self, inner: Any, deal: Deal, *, split: bool) -> None:
+    def __init__(self, inner: Any, deal: ShardSpec, *, split: bool) -> None:
         self.inner = inner
         self.sampler = getattr(inner, "sampler", None)
         size = getattr(inner, "batch_size", None)
@@ -309,7 +309,7 @@ class DealtBatchSampler(Shard, Sampler[Any]):
         self.began = generator.get_state()
         return self.inner
 
-    def _round(self, place: int, batches: list[Any], head: list[Any], last: bool) -> tuple[Round, list[Any]]:
+    def _round(self, place: int, batches: list[Any], head: list[Any], last: bool) -> tuple[GlobalBatch, list[Any]]:
         """What each rank gets of these batches."""
         world_size, fills = self.deal.world_size, self.deal.fills and last
         if self._split:
@@ -325,9 +325,9 @@ class DealtBatchSampler(Shard, Sampler[Any]):
             real += [0] * missing
         parts += [()] * (world_size - len(parts))
         real += [0] * (world_size - len(real))
-        return Round(place, tuple(_rows(part) for part in parts), tuple(real), size=self._fixed or 0), parts
+        return GlobalBatch(place, tuple(_rows(part) for part in parts), tuple(real), size=self._fixed or 0), parts
 
-    def _cut(self, place: int, batch: Sequence[Any], head: Sequence[Any], last: bool) -> tuple[Round, list[Any]]:
+    def _cut(self, place: int, batch: Sequence[Any], head: Sequence[Any], last: bool) -> tuple[GlobalBatch, list[Any]]:
         """One batch, a slice for each rank."""
         world_size = self.deal.world_size
         share, left = divmod(len(batch), world_size)
@@ -344,7 +344,7 @@ class DealtBatchSampler(Shard, Sampler[Any]):
                 f"batches of a multiple of {world_size}, or leave split_batches out."
             )
         else:
-            round_, items = Round(place, (share,) * world_size, (share,) * world_size), [*batch]
+            round_, items = GlobalBatch(place, (share,) * world_size, (share,) * world_size), [*batch]
         return round_, [items[rank * share : rank * share + round_.rows[rank]] for rank in range(world_size)]
 
     def __len__(self) -> int:
@@ -357,7 +357,7 @@ class DealtBatchSampler(Shard, Sampler[Any]):
             return max(0, batches - self.skip)
         return max(0, self.deal.rounds(batches, self.deal.world_size, self.drop_last) - self.skip)
 
-    def remainder(self, round_: Round) -> int:
+    def remainder(self, round_: GlobalBatch) -> int:
         """Real samples in the last round; 0 when it was full."""
         size = (self._fixed or 0) * (1 if self._split else self.deal.world_size)
         full = all(round_.real) and round_.real == round_.rows and sum(round_.real) >= size
@@ -398,7 +398,7 @@ class ShardedIterable(Shard, IterableDataset[Any]):
     the end is put together where the loader is (`worker_tails.py`).
     """
 
-    def __init__(self, inner: Any, deal: Deal, *, batch_size: int | None, drop_last: bool, split: bool) -> None:
+    def __init__(self, inner: Any, deal: ShardSpec, *, batch_size: int | None, drop_last: bool, split: bool) -> None:
         self.inner = inner
         self.sampler = None
         self.drop_last = drop_last
@@ -443,14 +443,16 @@ class ShardedIterable(Shard, IterableDataset[Any]):
         self._opening()
         deal, share, size = self.deal, self.share, self._step(workers)
         full = (share,) * (size // share)
-        self.latest = Round(place, full, full, range(place, place + size), worker)  # what is being read, should it fail
-        order = Walked(self.inner, 0 if resumed else place, size if deal.fills else 0)
+        self.latest = GlobalBatch(
+            place, full, full, range(place, place + size), worker
+        )  # what is being read, should it fail
+        order = IterOrder(self.inner, 0 if resumed else place, size if deal.fills else 0)
         for items in order.rounds(size, 0, size):
-            round_ = Round(place, full, full, worker=worker)
+            round_ = GlobalBatch(place, full, full, worker=worker)
             for self.latest, places in deal.slices(round_, range(place, place + size), share):
                 yield from items[places.start - place : places.stop - place]
             place += size
-            self.latest = Round(place, full, full, range(place, place + size), worker)
+            self.latest = GlobalBatch(place, full, full, range(place, place + size), worker)
         left = order.rest()
         if left and workers > 1 and deal.world_size > 1:
             tail = pack(worker, place, left, order.head(size))
@@ -458,7 +460,7 @@ class ShardedIterable(Shard, IterableDataset[Any]):
                 yield from [tail] * share  # a batch of them, which torch does not drop for being short
                 return
         if left and size < self.size:  # a batch of a worker that reads for all
-            self.latest = Round(place, (len(left),), (len(left),), range(place, place + len(left)), worker, share)
+            self.latest = GlobalBatch(place, (len(left),), (len(left),), range(place, place + len(left)), worker, share)
             yield from left
         elif left and not self.drop_last:
             round_ = replace(deal.tail(place, share, len(left)), worker=worker)
@@ -493,7 +495,7 @@ class ShardedIterable(Shard, IterableDataset[Any]):
         if hasattr(self.inner, "set_epoch"):
             self.inner.set_epoch(epoch)
 
-    def remainder(self, round_: Round) -> int:
+    def remainder(self, round_: GlobalBatch) -> int:
         """Real items in the last round; 0 when it was full."""
         return sum(round_.real) % self.size
 

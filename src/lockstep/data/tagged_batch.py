@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.data.global_batch import Round
+from lockstep.data.global_batch import GlobalBatch
 from lockstep.data.shards import ShardedIterable
 from lockstep.data.worker_tails import WorkerTail
 
@@ -15,7 +15,7 @@ class Tagged:
 
     __slots__ = ("batch", "round")
 
-    def __init__(self, batch: Any, round_: Round) -> None:
+    def __init__(self, batch: Any, round_: GlobalBatch) -> None:
         self.batch = batch
         self.round = round_
 

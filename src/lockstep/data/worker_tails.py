@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.comm import trees
-from lockstep.data.global_batch import Round
+from lockstep.data.global_batch import GlobalBatch
 
 if TYPE_CHECKING:
     from lockstep.data.shards import ShardedIterable
@@ -57,7 +57,7 @@ def pack(worker: int, start: int, left: list[Any], head: list[Any]) -> WorkerTai
 
 def deal_out(
     stream: ShardedIterable, tails: Sequence[WorkerTail], collate: Callable[[Any], Any], *, batched: bool
-) -> Iterator[tuple[Any, Round]]:
+) -> Iterator[tuple[Any, GlobalBatch]]:
     """This rank's batches of what the workers have left, each with its round."""
     deal, share = stream.deal, stream.share
     left: list[_Sample] = []
@@ -76,7 +76,7 @@ def deal_out(
         if deal.fills and real < size and not (deal.everyone and deal.sparing):
             samples = [*samples, *itertools.islice(itertools.cycle(head), size - real)]
         if deal.everyone:
-            round_ = Round(samples[0][1], (len(samples),), (real,), size=share)
+            round_ = GlobalBatch(samples[0][1], (len(samples),), (real,), size=share)
             parts = iter([(round_, samples)])
         else:
             parts = deal.slices(deal.tail(samples[0][1], share, real), samples, share)

@@ -27,7 +27,7 @@ from lockstep.guard.watcher import together
 from lockstep.rundir import crash_report, layout
 from lockstep.rundir.layout import RunDirectory
 from lockstep.rundir.printable import printable, uncoloured
-from lockstep.rundir.regular_file import Listed, list_regular, open_regular, read_json, read_regular
+from lockstep.rundir.regular_file import DirectoryEntry, list_regular, open_regular, read_json, read_regular
 
 LINES = 200
 """Lines of a log that are taken, from its end."""
@@ -50,7 +50,7 @@ _MOST_RANKS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class BundleInput:
     """One file of the zip, before it is made."""
 
     name: str
@@ -62,7 +62,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class BundledFile:
     """One file of the zip that was made."""
 
     name: str
@@ -102,7 +102,7 @@ def parts(
     *,
     env: Callable[[], tuple[str, Any]],
     findings: Callable[[], tuple[str, Any]],
-) -> list[Part]:
+) -> list[BundleInput]:
     """What goes into the zip. ``env`` and ``findings`` give a report as text and as data, when they are asked."""
     made = [
         # First, because its checks are forks of this process: torch and its threads come with the next one.
@@ -130,14 +130,14 @@ def left_out(directory: RunDirectory) -> list[LeftOut]:
 
 def write(
     output: Path,
-    made: Sequence[Part],
+    made: Sequence[BundleInput],
     about: Mapping[str, Any],
-    told: Callable[[Part], None],
+    told: Callable[[BundleInput], None],
     gone: Sequence[LeftOut] = (),
-) -> list[Written]:
+) -> list[BundledFile]:
     """Make the parts and write the zip; ``told`` is called before each. Nobody else can read it."""
     draft = output.with_name(f".{output.name}.{os.getpid()}")
-    written: list[Written] = []
+    written: list[BundledFile] = []
     try:
         handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -149,7 +149,7 @@ def write(
                     gone.append(LeftOut(name=part.name, why=f"the bundle would have more than {_LARGEST >> 20} MiB"))
                     continue
                 archive.writestr(part.name, data)
-                written.append(Written(name=part.name, what=part.what, size=len(data)))
+                written.append(BundledFile(name=part.name, what=part.what, size=len(data)))
             contents = {
                 **about,
                 "contents": [asdict(item) for item in written],
@@ -170,7 +170,7 @@ def write(
     return written
 
 
-def _made(part: Part) -> str:
+def _made(part: BundleInput) -> str:
     try:
         return part.make()
     except Exception as error:  # whatever one part meets, the others are worth having
@@ -178,7 +178,7 @@ def _made(part: Part) -> str:
         return f"(this part could not be made: {type(error).__name__}: {reason})\n"
 
 
-def _both(name: str, what: str, make: Callable[[], tuple[str, Any]], redactor: Redactor) -> Iterator[Part]:
+def _both(name: str, what: str, make: Callable[[], tuple[str, Any]], redactor: Redactor) -> Iterator[BundleInput]:
     """A report for people and for programs; it is made once, also when that fails."""
     kept: list[tuple[str, Any] | Exception] = []
 
@@ -192,30 +192,32 @@ def _both(name: str, what: str, make: Callable[[], tuple[str, Any]], redactor: R
             raise kept[0]
         return kept[0]
 
-    yield Part(name=f"{name}.txt", what=what, make=lambda: redactor.text(once()[0]) + "\n")
-    yield Part(name=f"{name}.json", what="the same for programs", make=lambda: _json(once()[1], redactor))
+    yield BundleInput(name=f"{name}.txt", what=what, make=lambda: redactor.text(once()[0]) + "\n")
+    yield BundleInput(name=f"{name}.json", what="the same for programs", make=lambda: _json(once()[1], redactor))
 
 
 # ---------------------------------------------------------------- what a run left behind
 
 
-def _of_run(directory: RunDirectory, redactor: Redactor) -> Iterator[Part]:
-    yield Part(name="run/state.json", what="the run: its place, and whether it runs", make=lambda: _state(directory))
+def _of_run(directory: RunDirectory, redactor: Redactor) -> Iterator[BundleInput]:
+    yield BundleInput(
+        name="run/state.json", what="the run: its place, and whether it runs", make=lambda: _state(directory)
+    )
     for file, what in (
         (directory.config, "how the job was started, each value with where it came from"),
         (directory.env, "the machine that started it"),
     ):
         if _is_file(file, directory):
-            yield Part(
+            yield BundleInput(
                 name=f"run/{file.name}",
                 what=what,
                 make=lambda file=file: _file(file, directory, redactor),  # type: ignore[misc]
             )
     yield from _diagnosis(directory, redactor)
-    yield Part(
+    yield BundleInput(
         name="run/words.json", what="what ended each rank that said so", make=lambda: _words(directory, redactor)
     )
-    yield Part(
+    yield BundleInput(
         name="run/boxes.json",
         what="what each rank was doing last, from its black box",
         make=lambda: _json([_box(box) for box in _boxes(directory)], redactor),
@@ -223,7 +225,7 @@ def _of_run(directory: RunDirectory, redactor: Redactor) -> Iterator[Part]:
     for folder, what in _folders(directory):
         for listed in _listed(directory, folder):
             if not listed.why_not:
-                yield Part(
+                yield BundleInput(
                     name=f"run/{folder.name}/{listed.path.relative_to(folder)}",
                     what=what,
                     make=lambda file=listed.path: redacted_tail(file, redactor, below=directory.path),  # type: ignore[misc]
@@ -241,7 +243,7 @@ def _folders(directory: RunDirectory) -> Iterator[tuple[Path, str]]:
     yield directory.path / "nccl", f"NCCL's logs, the last {LINES} lines of each process"
 
 
-def _listed(directory: RunDirectory, folder: Path) -> Iterator[Listed]:
+def _listed(directory: RunDirectory, folder: Path) -> Iterator[DirectoryEntry]:
     return list_regular(folder, directory.path, 2 * _MOST_RANKS)
 
 
@@ -257,17 +259,17 @@ def _state(directory: RunDirectory) -> str:
     return json.dumps(told, indent=1) + "\n"
 
 
-def _diagnosis(directory: RunDirectory, redactor: Redactor) -> Iterator[Part]:
+def _diagnosis(directory: RunDirectory, redactor: Redactor) -> Iterator[BundleInput]:
     """What the guard wrote; if it wrote nothing, what it says about the boxes now."""
     found = [file for file in (directory.diagnosis_text, directory.diagnosis) if _is_file(file, directory)]
     for file in found:
-        yield Part(
+        yield BundleInput(
             name=f"run/{file.name}",
             what="why the job stopped, or what it waited for",
             make=lambda file=file: _file(file, directory, redactor),  # type: ignore[misc]
         )
     if not found:
-        yield Part(
+        yield BundleInput(
             name="run/diagnosis.txt",
             what="what the guard says about the ranks now; it wrote nothing while the job ran",
             make=lambda: redactor.text(_diagnose(directory)) + "\n",

@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.host import interfaces
 from lockstep.host.network import knock
 from lockstep.launch import mpi
-from lockstep.launch.mpi import Dialect, Host
+from lockstep.launch.mpi import Dialect, MpiHost
 
 MPIRUN = 60.0
 """Seconds for mpirun to start one process on each machine."""
@@ -86,7 +86,7 @@ def _own_mpirun(environ: Mapping[str, str]) -> tuple[Finding, Dialect | None, st
     )
 
 
-def _syntax(hostfile: str, hosts: Sequence[Host], dialect: Dialect) -> Finding:
+def _syntax(hostfile: str, hosts: Sequence[MpiHost], dialect: Dialect) -> Finding:
     """Whether this mpirun reads the file as it is; `lockstep launch` reads both forms itself."""
     lines = Path(hostfile).read_text(encoding="utf-8").splitlines()
     foreign = [f"line {number}, {line.strip()!r}" for number, line in enumerate(lines, 1) if not dialect.reads(line)]
@@ -121,14 +121,14 @@ def version_line(text: str) -> str:
 # --- one machine -----------------------------------------------------------------------------------------------------
 
 
-def _host(program: str, host: Host, mpirun: str | None, own_version: str) -> list[Finding]:
+def _host(program: str, host: MpiHost, mpirun: str | None, own_version: str) -> list[Finding]:
     if is_here(host.name):
         what = "is this machine: mpirun needs no ssh for it"
         return [Finding(check=host.name, status="ok", what=what, data={"host": host.name})]
     return list(_steps(program, ssh.target(program, host.name), mpirun, own_version))
 
 
-def _steps(program: str, to: ssh.Target, mpirun: str | None, own_version: str) -> Iterator[Finding]:
+def _steps(program: str, to: ssh.SshTarget, mpirun: str | None, own_version: str) -> Iterator[Finding]:
     """Each stands on the one before: the first that fails is the last."""
     host, data = to.host, {"host": to.host}
     try:
@@ -223,7 +223,7 @@ def _programs(program: str, host: str, mpirun: str | None, own_version: str) -> 
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-def _pairs(program: str, hosts: Sequence[Host], reached: Sequence[Host], said: Say) -> Iterator[Finding]:
+def _pairs(program: str, hosts: Sequence[MpiHost], reached: Sequence[MpiHost], said: Say) -> Iterator[Finding]:
     """From every machine that can be reached to every other."""
     # A loopback name means another machine on each: there is no way there from elsewhere.
     known = [to.name for to in hosts if to.name != "localhost" and not interfaces.is_loopback(to.name)]
@@ -248,13 +248,13 @@ def _pairs(program: str, hosts: Sequence[Host], reached: Sequence[Host], said: S
         yield Finding(check="all pairs", status="skipped", what="there are no two machines to try it between")
 
 
-def sanity_command(mpirun: str, dialect: Dialect, hostfile: str, hosts: Sequence[Host]) -> list[str]:
+def sanity_command(mpirun: str, dialect: Dialect, hostfile: str, hosts: Sequence[MpiHost]) -> list[str]:
     """The guides' check, in the dialect of the mpirun that is here."""
     return [mpirun, *dialect.one_each(hostfile, len(hosts), as_root=os.geteuid() == 0), "hostname"]
 
 
 def _try_out(
-    mpirun: str, dialect: Dialect, hostfile: str, hosts: Sequence[Host], environ: Mapping[str, str]
+    mpirun: str, dialect: Dialect, hostfile: str, hosts: Sequence[MpiHost], environ: Mapping[str, str]
 ) -> Finding:
     lines = Path(hostfile).read_text(encoding="utf-8").splitlines()
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as folder:
@@ -288,7 +288,7 @@ def _try_out(
     )
 
 
-def _not_tried(mpirun: str, dialect: Dialect, hostfile: str, hosts: Sequence[Host]) -> Finding:
+def _not_tried(mpirun: str, dialect: Dialect, hostfile: str, hosts: Sequence[MpiHost]) -> Finding:
     command = shlex.join(sanity_command(mpirun, dialect, hostfile, hosts))
     what = f"not run, since not every machine can be reached; then: {command}"
     return Finding(check="mpirun hostname", status="skipped", what=what, data={"command": command})

@@ -15,19 +15,19 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from lockstep.doctor.checks import CHECKS, Check
+from lockstep.doctor.checks import CHECKS, DoctorCheck
 from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
 
-Told = Callable[[Check, list[Finding]], None]
+Told = Callable[[DoctorCheck, list[Finding]], None]
 """Is called with each check as soon as it has an answer."""
 
 
-def run_checks(situation: Situation, checks: Sequence[Check] = CHECKS, told: Told | None = None) -> list[Finding]:
+def run_checks(situation: Situation, checks: Sequence[DoctorCheck] = CHECKS, told: Told | None = None) -> list[Finding]:
     """What each check finds, in the order of the list. Never takes longer than the longest limit, and a second."""
     # A fork begins at once and needs nothing imported again. This process has no threads yet, and has not met a driver.
     context: Any = multiprocessing.get_context("fork")
-    running: dict[Connection, tuple[Check, Any, float]] = {}
+    running: dict[Connection, tuple[DoctorCheck, Any, float]] = {}
     for check in checks:
         reader, writer = context.Pipe(duplex=False)
         process = context.Process(target=_answer, args=(writer, check, situation), daemon=True)
@@ -51,7 +51,7 @@ def run_checks(situation: Situation, checks: Sequence[Check] = CHECKS, told: Tol
     return [finding for check in checks for finding in found[check.name]]
 
 
-def look(check: Check, situation: Situation) -> list[Finding]:
+def look(check: DoctorCheck, situation: Situation) -> list[Finding]:
     """Run one check here and now; one that breaks is a finding too."""
     module, _, function = check.place.partition(":")
     try:
@@ -61,18 +61,18 @@ def look(check: Check, situation: Situation) -> list[Finding]:
     return [answer] if isinstance(answer, Finding) else list(answer)
 
 
-def _tell(told: Told | None, check: Check, found: dict[str, list[Finding]]) -> None:
+def _tell(told: Told | None, check: DoctorCheck, found: dict[str, list[Finding]]) -> None:
     if told is not None:
         told(check, found[check.name])
 
 
-def _answer(writer: Connection, check: Check, situation: Situation) -> None:
+def _answer(writer: Connection, check: DoctorCheck, situation: Situation) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the doctor, which ends its checks
     writer.send([finding.plain() for finding in look(check, situation)])
     writer.close()
 
 
-def _received(reader: Connection, check: Check, process: Any) -> list[Finding]:
+def _received(reader: Connection, check: DoctorCheck, process: Any) -> list[Finding]:
     try:
         return [Finding.of(plain) for plain in reader.recv()]
     except EOFError:
@@ -94,7 +94,7 @@ def _end(reader: Connection, process: Any) -> None:
         process.close()
 
 
-def _broken(check: Check, how: str) -> Finding:
+def _broken(check: DoctorCheck, how: str) -> Finding:
     return Finding(
         check=check.name,
         status="warning",
@@ -103,7 +103,7 @@ def _broken(check: Check, how: str) -> Finding:
     )
 
 
-def _given_up(check: Check) -> Finding:
+def _given_up(check: DoctorCheck) -> Finding:
     return Finding(
         check=check.name,
         status="error",

@@ -22,7 +22,7 @@ _RESOLVER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class SshTarget:
     """Where ssh goes for a host, after its own configuration files."""
 
     host: str
@@ -67,12 +67,12 @@ class Answer:
         return f"exit code {self.code}"
 
 
-def target(program: str, host: str) -> Target:
+def target(program: str, host: str) -> SshTarget:
     """What ssh makes of a host: aliases, ports and users of its configuration."""
     answer = call([program, "-G", host], limit=CONNECT)
     settings = dict(line.split(" ", 1) for line in answer.out.splitlines() if " " in line) if answer.ok else {}
     port = settings.get("port", "22")
-    return Target(
+    return SshTarget(
         host=host,
         name=settings.get("hostname", host),
         port=int(port) if port.isdecimal() else 22,
@@ -125,7 +125,7 @@ def _text(said: str | bytes | None) -> str:
     return said.decode(errors="replace") if isinstance(said, bytes) else said or ""
 
 
-def remedy(answer: Answer, to: Target, *, by: str = "") -> str:
+def remedy(answer: Answer, to: SshTarget, *, by: str = "") -> str:
     """What to type when ssh does not get in; ``by`` is the machine to type it on, when it is not this one."""
     said = answer.err.lower()
     port = f" -p {to.port}" if to.port != 22 else ""
@@ -144,5 +144,5 @@ def remedy(answer: Answer, to: Target, *, by: str = "") -> str:
     return f"{start}ssh -v{port} {there} shows why"
 
 
-def _known(to: Target) -> str:
+def _known(to: SshTarget) -> str:
     return to.name if to.port == 22 else f"'[{to.name}]:{to.port}'"

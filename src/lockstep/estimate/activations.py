@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.errors import UsageError
 from lockstep.estimate.fake_params import copies, no_data, stand_ins
-from lockstep.estimate.memory_tracker import TEMPORARY, Ledger
+from lockstep.estimate.memory_tracker import TEMPORARY, MemoryTracker
 from lockstep.estimate.optimizers import Cost, cost, maker
 
 Loss = Callable[[Any, Any], Tensor]
@@ -87,7 +87,7 @@ def measure(
     autocast: torch.dtype | None = None,
 ) -> MemoryEstimate:
     """Run forward and backward under a ledger, and add what the optimizer takes; the tensors are used up by it."""
-    ledger = Ledger()
+    ledger = MemoryTracker()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UsageError(f"No parameter of {type(model).__name__} requires a gradient: there is nothing to train.")
@@ -107,7 +107,7 @@ def measure(
 
 def forward_only(model: nn.Module, batch: Any) -> tuple[int, int]:
     """What lives during inference besides weights, buffers and batch at the most, and the batch, in bytes."""
-    ledger = Ledger()
+    ledger = MemoryTracker()
     _enter_fixed(ledger, model, batch)
     fixed = ledger.total
     training = [module for module in model.modules() if module.training]
@@ -146,13 +146,13 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
 # --- parts of a measurement ------------------------------------------------------------------------------------------
 
 
-def _enter_fixed(ledger: Ledger, model: nn.Module, batch: Any) -> None:
+def _enter_fixed(ledger: MemoryTracker, model: nn.Module, batch: Any) -> None:
     ledger.enter_all(model.parameters(), "weights")
     ledger.enter_all(model.buffers(), "buffers")
     ledger.enter_all((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), "batch")
 
 
-def _claim_gradient(ledger: Ledger, parameter: Tensor) -> None:
+def _claim_gradient(ledger: MemoryTracker, parameter: Tensor) -> None:
     if parameter.grad is not None:
         ledger.claim(parameter.grad, "gradients")
 
@@ -168,7 +168,7 @@ def _check_loss(value: Any) -> None:
         raise UsageError(f"loss gave {seen}. It must give one number, as a tensor with a gradient.")
 
 
-def _sum_up(ledger: Ledger, spent: Cost) -> MemoryEstimate:
+def _sum_up(ledger: MemoryTracker, spent: Cost) -> MemoryEstimate:
     """Called after the backward, with the gradients there; the optimizer's state is there all the time."""
     peak, phase, parts = ledger.peak, ledger.peak_phase, dict(ledger.at_peak)
     if ledger.total + spent.step > peak:

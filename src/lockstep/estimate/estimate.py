@@ -13,11 +13,11 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.estimate import optimizers
 from lockstep.estimate.activations import Loss, forward_only, measure
 from lockstep.estimate.fake_params import no_data, stand_ins
-from lockstep.estimate.find_model import Found, Weight
+from lockstep.estimate.find_model import FoundModel, Weight
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
+class NumberFormat:
     """How numbers are held."""
 
     bits: int
@@ -31,14 +31,14 @@ class Precision:
 
 
 PRECISIONS = {
-    "fp32": Precision(bits=32, weights=torch.float32),
-    "bf16": Precision(bits=16, weights=torch.bfloat16),
-    "fp16": Precision(bits=16, weights=torch.float16),
-    "mixed-bf16": Precision(bits=32, weights=torch.float32, autocast=torch.bfloat16),
-    "mixed-fp16": Precision(bits=32, weights=torch.float32, autocast=torch.float16),
+    "fp32": NumberFormat(bits=32, weights=torch.float32),
+    "bf16": NumberFormat(bits=16, weights=torch.bfloat16),
+    "fp16": NumberFormat(bits=16, weights=torch.float16),
+    "mixed-bf16": NumberFormat(bits=32, weights=torch.float32, autocast=torch.bfloat16),
+    "mixed-fp16": NumberFormat(bits=32, weights=torch.float32, autocast=torch.float16),
     # Whole numbers have no gradients; they are computed with in 16 bits.
-    "int8": Precision(bits=8, weights=torch.bfloat16, trains=False),
-    "int4": Precision(bits=4, weights=torch.bfloat16, trains=False),
+    "int8": NumberFormat(bits=8, weights=torch.bfloat16, trains=False),
+    "int4": NumberFormat(bits=4, weights=torch.bfloat16, trains=False),
 }
 """By the names that ``lockstep estimate --dtypes`` takes."""
 _LSTM = (
@@ -86,7 +86,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class ModelEstimate:
     """All that is known about a model."""
 
     model: str
@@ -108,7 +108,7 @@ class Report:
 
 
 def estimate(
-    found: Found,
+    found: FoundModel,
     *,
     dtypes: Sequence[str] = ("fp32", "bf16", "fp16", "int8"),
     batch_sizes: Sequence[int] = (1, 8, 32),
@@ -116,7 +116,7 @@ def estimate(
     batch: Callable[[int], Any] | None = None,
     loss: Loss | None = None,
     tell: Callable[[str], object] = lambda _: None,
-) -> Report:
+) -> ModelEstimate:
     """Work out sizes and forecasts; ``tell`` hears what is being worked on."""
     make = optimizers.maker(optimizer)
     sizes = tuple(sizes_of(found, dtype, make) for dtype in dtypes)
@@ -137,7 +137,7 @@ def estimate(
             )
         if any(isinstance(module, nn.LSTM) for module in found.model.modules()):
             notes.append(_LSTM)
-    return Report(
+    return ModelEstimate(
         model=found.name,
         parameters=sum(weight.count for weight in found.weights if weight.trainable),
         optimizer=optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "its own"),
@@ -153,7 +153,7 @@ def _reason(error: Exception) -> str:
     return f"{first}." if isinstance(error, LockstepError) else f"{type(error).__name__}: {first}."
 
 
-def sizes_of(found: Found, dtype: str, make: optimizers.Make) -> Sizes:
+def sizes_of(found: FoundModel, dtype: str, make: optimizers.Make) -> Sizes:
     """What the model takes whatever the batch."""
     precision = PRECISIONS[dtype]
     weights = sum(_bytes(weight, precision.bits) for weight in found.weights)
@@ -182,7 +182,7 @@ def _bytes(weight: Weight, bits: int) -> int:
 
 
 def _forecasts(
-    found: Found,
+    found: FoundModel,
     dtypes: Sequence[str],
     batch_sizes: Sequence[int],
     source: Callable[[int], Any],
@@ -203,7 +203,9 @@ def _forecasts(
                     yield _inference(found, dtype, size, batch)
 
 
-def _training(found: Found, dtype: str, size: int, batch: Any, make: optimizers.Make, loss: Loss | None) -> Forecast:
+def _training(
+    found: FoundModel, dtype: str, size: int, batch: Any, make: optimizers.Make, loss: Loss | None
+) -> Forecast:
     assert found.model is not None
     seen = measure(found.model, batch, make=make, loss=loss, autocast=PRECISIONS[dtype].autocast)
     return Forecast(
@@ -216,7 +218,7 @@ def _training(found: Found, dtype: str, size: int, batch: Any, make: optimizers.
     )
 
 
-def _inference(found: Found, dtype: str, size: int, batch: Any) -> Forecast:
+def _inference(found: FoundModel, dtype: str, size: int, batch: Any) -> Forecast:
     assert found.model is not None
     needed, given = forward_only(found.model, batch)
     weights = sum(_bytes(weight, PRECISIONS[dtype].bits) for weight in found.weights)

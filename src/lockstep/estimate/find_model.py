@@ -54,7 +54,7 @@ class Weight:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundModel:
     """A model, as far as it is known."""
 
     name: str
@@ -71,7 +71,7 @@ class Found:
     """What the reader has to know about the figures."""
 
 
-def find(name: str, *, sequence: int | None = None) -> Found:
+def find(name: str, *, sequence: int | None = None) -> FoundModel:
     """A folder with a model, or ``pkg.module:factory``."""
     if Path(name).is_dir():
         return _in_folder(name, Path(name), sequence)
@@ -121,8 +121,8 @@ def _build(path: str, factory: Any) -> nn.Module:
     return model
 
 
-def _of_module(name: str, model: nn.Module, batch: Callable[[int], Any] | None = None) -> Found:
-    return Found(name=name, weights=tuple(_weights(model)), layers=layers(model), model=model, batch=batch)
+def _of_module(name: str, model: nn.Module, batch: Callable[[int], Any] | None = None) -> FoundModel:
+    return FoundModel(name=name, weights=tuple(_weights(model)), layers=layers(model), model=model, batch=batch)
 
 
 def _weights(model: nn.Module) -> Iterator[Weight]:
@@ -154,7 +154,7 @@ def layers(model: nn.Module) -> dict[str, int]:
 # --- folders ---------------------------------------------------------------------------------------------------------
 
 
-def _in_folder(name: str, folder: Path, sequence: int | None) -> Found:
+def _in_folder(name: str, folder: Path, sequence: int | None) -> FoundModel:
     stored = tuple(_stored(folder))
     config = folder / "config.json"
     if not stored and not config.is_file():
@@ -176,7 +176,7 @@ def _in_folder(name: str, folder: Path, sequence: int | None) -> Found:
         )
     if model is not None:
         notes += _compare(stored, model)
-    return Found(
+    return FoundModel(
         name=name,
         weights=stored,
         layers=_layers_of(stored) if model is None else layers(model),

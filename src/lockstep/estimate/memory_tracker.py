@@ -24,7 +24,7 @@ ACTIVATIONS = "activations"
 """What autograd keeps for the backward."""
 
 
-class Ledger(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Counts storages, each once, while it is entered."""
 
     def __init__(self) -> None:

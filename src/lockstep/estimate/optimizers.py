@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import ConfigError, first_line
-from lockstep.estimate.memory_tracker import Ledger
+from lockstep.estimate.memory_tracker import MemoryTracker
 
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 
@@ -71,7 +71,7 @@ def _try(bare: list[nn.Parameter], make: Make) -> Cost:
     try:
         optimizer = make(bare)
         optimizer.step()
-        ledger = Ledger()
+        ledger = MemoryTracker()
         ledger.enter_all(
             (leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)), "optimizer"
         )

@@ -29,7 +29,7 @@ _LARGEST = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame:
+class StackFrame:
     """One line of a stack."""
 
     file: str
@@ -38,9 +38,9 @@ class Frame:
     function: str
 
 
-def main_stack(text: str) -> tuple[Frame, ...]:
+def main_stack(text: str) -> tuple[StackFrame, ...]:
     """The main thread's frames, innermost last, of what faulthandler wrote."""
-    threads: list[list[Frame]] = []
+    threads: list[list[StackFrame]] = []
     main = -1  # it lists that thread as the last one
     lines = text.splitlines()
     for line in lines:
@@ -51,14 +51,14 @@ def main_stack(text: str) -> tuple[Frame, ...]:
                 main = len(threads) - 1
         elif threads and (frame := _FRAME.match(line)):
             number = int(frame[2]) if frame[2].isdecimal() else 0
-            threads[-1].append(Frame(file=frame[1], line=number, function=frame[3]))
+            threads[-1].append(StackFrame(file=frame[1], line=number, function=frame[3]))
     frames = threads[main][::-1] if threads else []
     while len(frames) > 1 and _STARTERS.search(frames[0].file):
         del frames[0]
     return tuple(frames)
 
 
-def format_stack(stack: Sequence[Frame]) -> list[str]:
+def format_stack(stack: Sequence[StackFrame]) -> list[str]:
     """Frames as in a traceback, with their source where it can be read."""
     lines = []
     for frame in stack:
@@ -74,7 +74,7 @@ class Crash:
 
     kind: str
     """As faulthandler names it: "Aborted", "Segmentation fault"."""
-    stack: tuple[Frame, ...]
+    stack: tuple[StackFrame, ...]
     """The main thread's frames, innermost last."""
 
 

@@ -10,7 +10,7 @@ from lockstep.blackbox import read
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.guard import stack_note
 from lockstep.guard.crash import different_calls
-from lockstep.guard.diagnosis import Place
+from lockstep.guard.diagnosis import RankLocation
 from lockstep.guard.rank_location import at, last_steps, state
 from lockstep.guard.remedies import KILLED, gone
 
@@ -41,8 +41,8 @@ def find_left(boxes: Path | None, rank: int) -> list[Snapshot]:
 def describe_left(left: Sequence[Snapshot], doing: str = "") -> str:
     """Who came to the end of the script while others wait, what it did last, the likely cause, and what to do."""
     words = sorted({box.words for box in left if box.words})
-    place = Place(ranks=tuple(box.rank for box in left), doing="have finished", detail="; ".join(words))
-    why = gone(place, [Place(ranks=(), doing=doing)])
+    place = RankLocation(ranks=tuple(box.rank for box in left), doing="have finished", detail="; ".join(words))
+    why = gone(place, [RankLocation(ranks=(), doing=doing)])
     ended = f"{state(place)}{f' ({place.detail})' if place.detail else ''}"
     last = left[0].history[-1] if left[0].history else None
     after = f" Its last collective was {at(last)}." if last is not None else ""

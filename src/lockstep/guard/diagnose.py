@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from lockstep.blackbox.snapshot import Op, Snapshot
 from lockstep.guard import remedies, skipped_backward
-from lockstep.guard.diagnosis import Diagnosis, Place
-from lockstep.guard.job import Job, is_gone, raw_waited, waited
+from lockstep.guard.diagnosis import Diagnosis, RankLocation
+from lockstep.guard.job import JobSnapshot, is_gone, raw_waited, waited
 from lockstep.guard.node_exchange import Node
 from lockstep.guard.rank_location import at, by_place, ending, label, last_seen, raw_name, span, state, whereabouts
 from lockstep.guard.torch_calls import explain, first_difference
@@ -56,7 +56,7 @@ def diagnose(
     """
     if not boxes or max(box.world_size for box in boxes) < 2:
         return None
-    job = Job(
+    job = JobSnapshot(
         boxes=sorted(boxes, key=lambda box: box.rank),
         blocked_for=blocked_for,
         stall=stall,
@@ -76,17 +76,17 @@ def diagnose(
 
 
 def _finding(
-    job: Job,
+    job: JobSnapshot,
     *,
     kind: str,
     certain: bool,
     involved: Sequence[Snapshot],
     headline: str,
-    waiting: tuple[Place, ...],
-    missing: tuple[Place, ...] = (),
+    waiting: tuple[RankLocation, ...],
+    missing: tuple[RankLocation, ...] = (),
     together: str,
     seconds: float,
-    why: remedies.Why,
+    why: remedies.CauseAndFix,
 ) -> Diagnosis:
     if any(box.recovering for box in involved):
         why = remedies.recovering(why)
@@ -120,7 +120,7 @@ def _finding(
 # --- two ranks mean different things by one number -----------------------------------------------------------------
 
 
-def _different(job: Job) -> Diagnosis | None:
+def _different(job: JobSnapshot) -> Diagnosis | None:
     number = _first_difference(job)
     if number is None:
         return None
@@ -157,7 +157,7 @@ def _different(job: Job) -> Diagnosis | None:
     )
 
 
-def _settled(job: Job, box: Snapshot) -> dict[int, Op]:
+def _settled(job: JobSnapshot, box: Snapshot) -> dict[int, Op]:
     """Collectives that it has completed, or waits in, or died in."""
     history = job.histories[box.rank]
     if box.op is None or is_gone(box) or box.now - box.op.since >= job.blocked_for:
@@ -165,7 +165,7 @@ def _settled(job: Job, box: Snapshot) -> dict[int, Op]:
     return {number: op for number, op in history.items() if number != box.op.seq}
 
 
-def _first_difference(job: Job) -> int | None:
+def _first_difference(job: JobSnapshot) -> int | None:
     seen: dict[int, tuple[str, str]] = {}
     different: set[int] = set()
     for box in job.members:
@@ -183,7 +183,7 @@ def _first_difference(job: Job) -> int | None:
     return min((number for number in different if not _is_refused(job, number)), default=None)
 
 
-def _is_refused(job: Job, number: int) -> bool:
+def _is_refused(job: JobSnapshot, number: int) -> bool:
     """Whether every rank got an error for it: then all know, and none used what it would have brought."""
     found = [history[number] for history in job.histories.values() if number in history]
     return len(found) == len(job.members) and all(op.refused for op in found)
@@ -201,11 +201,11 @@ def _for(box: Snapshot, op: Op) -> str:
     return f"for {span(box.now - op.since)}" if box.op is not None and box.op.seq == op.seq else ""
 
 
-def _by_call(calls: Iterable[tuple[Snapshot, Op]]) -> list[remedies.Call]:
+def _by_call(calls: Iterable[tuple[Snapshot, Op]]) -> list[remedies.RanksInCall]:
     groups: dict[tuple[str, str], tuple[Op, list[int]]] = {}
     for box, op in calls:
         groups.setdefault((op.name, op.site), (op, []))[1].append(box.rank)
-    return [remedies.Call(op=op, ranks=tuple(ranks)) for op, ranks in groups.values()]
+    return [remedies.RanksInCall(op=op, ranks=tuple(ranks)) for op, ranks in groups.values()]
 
 
 def _and(parts: Sequence[str], most: int = 3) -> str:
@@ -223,7 +223,7 @@ def elsewhere(box: Snapshot, generation: int, number: int, since: float) -> str:
     """
     if is_gone(box):
         doing, site, _ = _ended(box)
-        return state(Place(ranks=(box.rank,), doing=doing, site=site)).removeprefix(f"rank {box.rank} ")
+        return state(RankLocation(ranks=(box.rank,), doing=doing, site=site)).removeprefix(f"rank {box.rank} ")
     if box.generation == generation and box.entered > number:
         op = box.op or next((op for op in box.history if op.seq == box.entered), None)
         return f"waits in {at(op)}" if op is not None else "waits in another collective"
@@ -236,7 +236,7 @@ def elsewhere(box: Snapshot, generation: int, number: int, since: float) -> str:
 # --- somebody will never come --------------------------------------------------------------------------------------
 
 
-def _gone(job: Job) -> Diagnosis | None:
+def _gone(job: JobSnapshot) -> Diagnosis | None:
     waiters = [box for box in job.here if waited(box) >= job.blocked_for]
     furthest = max((box.op.seq for box in waiters if box.op), default=0)
     # A box of an older group says nothing about numbers of this one, only that its rank is not there.
@@ -292,7 +292,7 @@ def _ended(box: Snapshot) -> tuple[str, str, str]:
     return doing, box.phase_site if box.closed != "finished" else "", words
 
 
-def _first_to_blame(places: tuple[Place, ...]) -> tuple[Place, ...]:
+def _first_to_blame(places: tuple[RankLocation, ...]) -> tuple[RankLocation, ...]:
     """Those that failed by themselves before those that only lost the others."""
     return tuple(sorted(places, key=lambda place: (remedies.is_follower(place), "finished" in place.doing)))
 
@@ -304,7 +304,7 @@ def _is_meeting(name: str) -> bool:
 # --- torch's own collectives ---------------------------------------------------------------------------------------
 
 
-def _raw(job: Job) -> Diagnosis | None:
+def _raw(job: JobSnapshot) -> Diagnosis | None:
     blocked = [box for box in job.here if raw_waited(box) >= job.blocked_for]
     clash = _same_number(blocked)
     proven = clash is not None
@@ -346,7 +346,7 @@ def _same_number(blocked: Sequence[Snapshot]) -> list[Snapshot] | None:
     return None
 
 
-def _crosswise(job: Job, blocked: Sequence[Snapshot]) -> list[Snapshot] | None:
+def _crosswise(job: JobSnapshot, blocked: Sequence[Snapshot]) -> list[Snapshot] | None:
     """One rank in a direct call of torch, another in a collective of ours: both need everybody.
 
     Where both numbers in torch's group are known and differ, one rank is only behind the other.
@@ -377,7 +377,7 @@ def _raw_place(box: Snapshot) -> tuple[str, str, str]:
     return f"wait in torch's {raw_name(box.raw.name)}{number}", box.raw.site, box.raw.shapes
 
 
-def _torch_calls(job: Job) -> Diagnosis | None:
+def _torch_calls(job: JobSnapshot) -> Diagnosis | None:
     """Ranks that wait, and whose earlier calls in torch's process group were not the same."""
     blocked = [box for box in job.here if max(waited(box), raw_waited(box)) >= job.blocked_for]
     calls = first_difference(blocked)
@@ -404,7 +404,7 @@ def _torch_calls(job: Job) -> Diagnosis | None:
 # --- somebody has not come yet -------------------------------------------------------------------------------------
 
 
-def _missing(job: Job) -> Diagnosis | None:
+def _missing(job: JobSnapshot) -> Diagnosis | None:
     waits = {box.rank: max(waited(box), raw_waited(box) if box.op is None else 0.0) for box in job.here}
     longest = max(waits.values(), default=0.0)
     if longest < job.stall:
@@ -442,7 +442,7 @@ def _missing(job: Job) -> Diagnosis | None:
     )
 
 
-def _unseen(job: Job) -> Iterator[Place]:
+def _unseen(job: JobSnapshot) -> Iterator[RankLocation]:
     """Ranks whose boxes were not read, those of a node that does not answer by themselves."""
     left = set(job.unseen)
     for node in job.lost:
@@ -452,12 +452,12 @@ def _unseen(job: Job) -> Iterator[Place]:
             where = f"node {node.number} (host {node.host})"
             between = f"no connection between {job.node.place} and {node.place}" if job.node is not None else ""
             doing = f"are lost with {where}, which does not answer"
-            yield Place(ranks=tuple(sorted(ranks)), doing=doing, detail=between)
+            yield RankLocation(ranks=tuple(sorted(ranks)), doing=doing, detail=between)
     if left:
-        yield Place(ranks=tuple(sorted(left)), doing="have not been heard of (other machines, or no black box)")
+        yield RankLocation(ranks=tuple(sorted(left)), doing="have not been heard of (other machines, or no black box)")
 
 
-def _is_behind(job: Job, box: Snapshot, top: int) -> bool:
+def _is_behind(job: JobSnapshot, box: Snapshot, top: int) -> bool:
     if box.op is None:
         if box.raw is not None and raw_waited(box):
             return top > 0 and box.left < top
@@ -468,7 +468,7 @@ def _is_behind(job: Job, box: Snapshot, top: int) -> bool:
     return box.op.seq == top and (box.paused or (_may_compute(box) and top in job.averaging))
 
 
-def _whereabouts(job: Job, box: Snapshot) -> tuple[str, str, str]:
+def _whereabouts(job: JobSnapshot, box: Snapshot) -> tuple[str, str, str]:
     if is_gone(box):
         return _ended(box)
     if box.generation != job.generation:
@@ -479,7 +479,7 @@ def _whereabouts(job: Job, box: Snapshot) -> tuple[str, str, str]:
     return doing, whereabouts(replace(box, raw=None))[1] or box.op.site, _for(box, box.op)
 
 
-def _all_wait(job: Job, waiting: Sequence[Snapshot], longest: float) -> Diagnosis:
+def _all_wait(job: JobSnapshot, waiting: Sequence[Snapshot], longest: float) -> Diagnosis:
     places = by_place((box.rank, _waiting(box) if box.op else whereabouts(box)) for box in waiting)
     everybody = len(waiting) == len(job.boxes)
     return _finding(

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankLocation:
     """Ranks that are at the same point."""
 
     ranks: tuple[int, ...]
@@ -30,11 +30,11 @@ class Diagnosis:
     """Whether nothing can end it: then the job is stopped. Otherwise it is only told."""
     headline: str
     """In one sentence."""
-    waiting: tuple[Place, ...] = ()
+    waiting: tuple[RankLocation, ...] = ()
     """Who waits, and where."""
-    missing: tuple[Place, ...] = ()
+    missing: tuple[RankLocation, ...] = ()
     """Who is waited for, and where that is."""
-    apart: tuple[Place, ...] = ()
+    apart: tuple[RankLocation, ...] = ()
     """Where the ranks were when they first made one call at different lines, if they have ever since: no proof."""
     together: str = ""
     """The last point at which all were."""
@@ -59,7 +59,7 @@ class Diagnosis:
     def from_dict(cls, fields: dict[str, Any]) -> Diagnosis:
         """The same again."""
         places = {
-            name: tuple(Place(**{**place, "ranks": tuple(place["ranks"])}) for place in fields[name])
+            name: tuple(RankLocation(**{**place, "ranks": tuple(place["ranks"])}) for place in fields[name])
             for name in ("waiting", "missing", "apart")
         }
         stacks = {int(rank): tuple(lines) for rank, lines in fields["stacks"].items()}

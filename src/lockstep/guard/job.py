@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lockstep.blackbox.snapshot import Op, Snapshot
-from lockstep.guard.diagnosis import Place
+from lockstep.guard.diagnosis import RankLocation
 from lockstep.guard.node_exchange import Node
 from lockstep.guard.rank_location import at, by_place, label
 
@@ -20,7 +20,7 @@ _STACKS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class JobSnapshot:
     """All boxes at one moment."""
 
     boxes: list[Snapshot]
@@ -87,7 +87,7 @@ class Job:
         return first
 
     @cached_property
-    def apart(self) -> tuple[Place, ...]:
+    def apart(self) -> tuple[RankLocation, ...]:
         """Where the ranks were at that number."""
         number = self.parted
         if number is None:
@@ -111,7 +111,7 @@ class Job:
         op = next((history[number] for history in self.histories.values() if number in history), None)
         return at(op) if op is not None else ""
 
-    def stacks(self, places: Sequence[Place]) -> dict[int, tuple[str, ...]]:
+    def stacks(self, places: Sequence[RankLocation]) -> dict[int, tuple[str, ...]]:
         """The stack of one rank of each place, where there is one."""
         known = {box.rank: box.stack for box in self.boxes if box.stack}
         chosen = [next((rank for rank in place.ranks if rank in known), None) for place in places]

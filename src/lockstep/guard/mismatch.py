@@ -17,7 +17,7 @@ from lockstep.blackbox.snapshot import Op
 from lockstep.errors import DistributedOperationException
 from lockstep.guard.diagnose import diagnose
 from lockstep.guard.diagnosis import Diagnosis
-from lockstep.guard.remedies import Why, title_of, what_differs
+from lockstep.guard.remedies import CauseAndFix, title_of, what_differs
 from lockstep.guard.render import understand
 
 
@@ -57,7 +57,7 @@ def understand_boxes(folder: Path | None, rank: int) -> Diagnosis | None:
     return None if found is None or not found.kind.startswith("different") else understand(found)
 
 
-def refusal(lines: Sequence[str], why: Diagnosis | Why | None) -> DistributedOperationException:
+def refusal(lines: Sequence[str], why: Diagnosis | CauseAndFix | None) -> DistributedOperationException:
     """The error of these lines with cause and fix below, and above them the rank that strayed, where it is known."""
     below = ["", f"Likely cause: {why.cause}", f"Fix: {why.fix}"] if why is not None and why.cause else []
     lead = "" if why is None else why.lead

@@ -26,7 +26,7 @@ from lockstep.guard.rank_location import RANGES
 from lockstep.guard.render import boxed
 from lockstep.guard.reporter import STOPPED, Reporter
 from lockstep.guard.sigterm import SigtermReport
-from lockstep.guard.watcher import WATCHED, Found, Watcher, is_stopped
+from lockstep.guard.watcher import WATCHED, RenderedDiagnosis, Watcher, is_stopped
 from lockstep.job_store.signed_store import SignedStore, from_text
 from lockstep.process_group.group import Group
 from lockstep.process_group.monitor import Monitor
@@ -239,7 +239,7 @@ def _connect(group: Group) -> SignedStore:
 def _watcher(topology: Topology, directory: RunDirectory, job: str, before_stop: Callable[[], None]) -> Watcher:
     """For a job that another launcher started: local rank 0 watches over the ranks of its machine."""
 
-    def stop(found: Found) -> None:
+    def stop(found: RenderedDiagnosis) -> None:
         print_error(found.text)
         before_stop()
         os._exit(STOPPED)  # the others see what was written down, and follow

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from lockstep.blackbox.snapshot import Op, Snapshot
-from lockstep.guard.diagnosis import Place
+from lockstep.guard.diagnosis import RankLocation
 from lockstep.rundir.format_ranks import name_ranks
 
 SILENT = 10.0
@@ -32,7 +32,7 @@ _PHASES = {
 _SINGULAR = {"wait": "waits", "are": "is", "have": "has", "were": "was", "stand": "stands"}
 
 
-def state(place: Place) -> str:
+def state(place: RankLocation) -> str:
     """ "rank 1 waits in gather #27 at train.py:30"."""
     doing = place.doing
     if len(place.ranks) == 1:
@@ -153,7 +153,7 @@ def raw_name(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-def by_place(found: Iterable[tuple[int, tuple[str, str, str]]]) -> tuple[Place, ...]:
+def by_place(found: Iterable[tuple[int, tuple[str, str, str]]]) -> tuple[RankLocation, ...]:
     """Ranks at the same point in one place each, in the order of their first ranks; times are those of the first."""
     places: dict[tuple[str, str, str], tuple[list[int], str]] = {}
     for rank, (doing, site, detail) in found:
@@ -161,6 +161,6 @@ def by_place(found: Iterable[tuple[int, tuple[str, str, str]]]) -> tuple[Place, 
         key = (doing, site, (times[2] or "") if times else detail)
         places.setdefault(key, ([], detail))[0].append(rank)
     return tuple(
-        Place(ranks=tuple(ranks), doing=doing, site=site, detail=detail)
+        RankLocation(ranks=tuple(ranks), doing=doing, site=site, detail=detail)
         for (doing, site, _), (ranks, detail) in places.items()
     )

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lockstep.guard import remedies
-from lockstep.guard.diagnosis import Diagnosis, Place
+from lockstep.guard.diagnosis import Diagnosis, RankLocation
 from lockstep.guard.rank_location import RANGES, span, state, user_frames
-from lockstep.guard.source import Loop, Reader, Setting, read_lines, setting, split
+from lockstep.guard.source import LineContext, Loop, Reader, read_lines, setting, split
 from lockstep.rundir.format_ranks import name_ranks, number_ranks
 from lockstep.rundir.printable import printable
 
@@ -66,7 +66,7 @@ def _looked_closer(diagnosis: Diagnosis, source: Reader) -> Diagnosis:
     return replace(diagnosis, missing=missing, headline=headline)
 
 
-def _closer(place: Place, source: Reader) -> Place:
+def _closer(place: RankLocation, source: Reader) -> RankLocation:
     if not place.site or not re.match(r"are (in (?!a debugger)|outside of any|computing in)", place.doing):
         return place
     there = setting(place.site, source)
@@ -81,13 +81,13 @@ def _closer(place: Place, source: Reader) -> Place:
     return place
 
 
-def _trains(loop: Loop, place: Place, source: Reader) -> bool:
+def _trains(loop: Loop, place: RankLocation, source: Reader) -> bool:
     """Whether a loop is the one of the training: to be in it is nothing special."""
     lines = source(split(place.site)[0])[loop.line - 1 : loop.last]
     return any(re.search(r"\baccelerator\b|\bbackward\(|\bdist\.|\.step\(", line) for line in lines)
 
 
-def _why(diagnosis: Diagnosis, source: Reader) -> remedies.Why | None:
+def _why(diagnosis: Diagnosis, source: Reader) -> remedies.CauseAndFix | None:
     if diagnosis.recorded or diagnosis.kind in ("different arguments", "all wait"):
         return None
     settings = {place: _on_the_way(place, diagnosis, source) for place in (*_calls(diagnosis), *diagnosis.missing)}
@@ -109,12 +109,12 @@ def _why(diagnosis: Diagnosis, source: Reader) -> remedies.Why | None:
     return None
 
 
-def _calls(diagnosis: Diagnosis) -> tuple[Place, ...]:
+def _calls(diagnosis: Diagnosis) -> tuple[RankLocation, ...]:
     """Where calls were made; first where they may have begun to differ."""
     return (*diagnosis.apart, *diagnosis.waiting)
 
 
-def _on_the_way(place: Place, diagnosis: Diagnosis, source: Reader) -> tuple[str, Setting]:
+def _on_the_way(place: RankLocation, diagnosis: Diagnosis, source: Reader) -> tuple[str, LineContext]:
     """The line of a place, or the line of one of its callers that only some ranks come to."""
     rank = next((rank for rank in place.ranks if rank in diagnosis.stacks), None)
     callers = user_frames(diagnosis.stacks[rank]) if rank is not None else []
@@ -128,10 +128,10 @@ def _on_the_way(place: Place, diagnosis: Diagnosis, source: Reader) -> tuple[str
     return place.site, first
 
 
-def _under_condition(place: Place, site: str, there: Setting) -> remedies.Why:
+def _under_condition(place: RankLocation, site: str, there: LineContext) -> remedies.CauseAndFix:
     call = _call(place)
     where = f"{place.site} is" if site == place.site else f"The way to {place.site} leads over {site},"
-    return remedies.Why(
+    return remedies.CauseAndFix(
         lead=f"{_sentence(name_ranks(place.ranks, RANGES))} called {call} at {place.site}, which not every rank comes "
         "to.",
         cause=f"{where} {there.condition}: not every rank comes to it, but {call} needs every rank.",
@@ -140,19 +140,19 @@ def _under_condition(place: Place, site: str, there: Setting) -> remedies.Why:
     )
 
 
-def _leaves_loop(there: Setting) -> bool:
+def _leaves_loop(there: LineContext) -> bool:
     """Whether ranks leave a loop before the line; but what follows ``if not is_main_process: return`` is work alone."""
     inside = any(loop.line < there.choice <= loop.last for loop in there.loops)
     return inside and there.leaves.partition(" ")[0] in ("break", "return") and "main_process" not in there.condition
 
 
-def _left_before(place: Place, site: str, there: Setting, diagnosis: Diagnosis) -> remedies.Why:
+def _left_before(place: RankLocation, site: str, there: LineContext, diagnosis: Diagnosis) -> remedies.CauseAndFix:
     """Some ranks left a loop by a condition on the rank, and never came to the call that the others made."""
     away = [one for one in (*diagnosis.waiting, *diagnosis.missing) if not set(one.ranks) & set(place.ranks)]
     ranks = sorted({rank for one in away for rank in one.ranks})
     who = _sentence(name_ranks(ranks, RANGES)) if ranks else "Another rank"
     called = next((f" and called {_call(one)} at {one.site}" for one in away if one in diagnosis.waiting), "")
-    return remedies.Why(
+    return remedies.CauseAndFix(
         lead=f"{who} left the loop by the `{there.leaves}` under {split(site)[0]}:{there.choice}{called}, while "
         f"{name_ranks(place.ranks, RANGES)} went on with it.",
         cause=f"{there.condition.removeprefix('after ')} holds on some ranks only. The others called {_call(place)} at "
@@ -162,8 +162,8 @@ def _left_before(place: Place, site: str, there: Setting, diagnosis: Diagnosis) 
 
 
 def _opposite(
-    places: Sequence[Place], settings: dict[Place, tuple[str, Setting]], source: Reader
-) -> remedies.Why | None:
+    places: Sequence[RankLocation], settings: dict[RankLocation, tuple[str, LineContext]], source: Reader
+) -> remedies.CauseAndFix | None:
     """Whether each of two branches begins with the call that the other makes later."""
     if len(places) != 2:
         return None
@@ -172,20 +172,22 @@ def _opposite(
         return None
     if not (_comes_later(_call(other), one, here, source) and _comes_later(_call(one), other, there, source)):
         return None
-    return remedies.Why(
+    return remedies.CauseAndFix(
         cause=f"The ranks call the same two in opposite order, in the two branches of line {here.choice}: "
         f"{_call(one)} first at {one.site}, {_call(other)} first at {other.site}.",
         fix="Let every rank make these calls in the same order.",
     )
 
 
-def _comes_later(call: str, place: Place, there: Setting, source: Reader) -> bool:
+def _comes_later(call: str, place: RankLocation, there: LineContext, source: Reader) -> bool:
     path, line = split(place.site)
     later = source(path)[line : there.branch[1]]
     return any(f"{call}(" in text for text in later)
 
 
-def _left_loop(places: Sequence[Place], settings: dict[Place, tuple[str, Setting]]) -> remedies.Why | None:
+def _left_loop(
+    places: Sequence[RankLocation], settings: dict[RankLocation, tuple[str, LineContext]]
+) -> remedies.CauseAndFix | None:
     """Whether some ranks are past a loop that others are still in."""
     for inside in places:
         path, _ = split(inside.site)
@@ -196,8 +198,8 @@ def _left_loop(places: Sequence[Place], settings: dict[Place, tuple[str, Setting
     return None
 
 
-def _out_of(loop: Loop, path: str, inside: Place, out: Place) -> remedies.Why:
-    return remedies.Why(
+def _out_of(loop: Loop, path: str, inside: RankLocation, out: RankLocation) -> remedies.CauseAndFix:
+    return remedies.CauseAndFix(
         lead=f"{_sentence(name_ranks(out.ranks, RANGES))} left the loop of {path}:{loop.line} and called {_call(out)} "
         f"at {out.site}, while {name_ranks(inside.ranks, RANGES)} went on with it.",
         cause=f"{_sentence(name_ranks(out.ranks, RANGES))} left the loop of line {loop.line} "
@@ -207,26 +209,30 @@ def _out_of(loop: Loop, path: str, inside: Place, out: Place) -> remedies.Why:
     )
 
 
-def _stuck(places: Sequence[Place], settings: dict[Place, tuple[str, Setting]]) -> remedies.Why | None:
+def _stuck(
+    places: Sequence[RankLocation], settings: dict[RankLocation, tuple[str, LineContext]]
+) -> remedies.CauseAndFix | None:
     for place in places:
         who = _sentence(name_ranks(place.ranks, RANGES))
         text = settings[place][1].text
         if place.doing == "are in time.sleep":
-            return remedies.Why(
+            return remedies.CauseAndFix(
                 cause=f"{who} sleeps at {place.site} (`{_cut(text, 60)}`) while the others wait for it.",
                 fix="Do not sleep on one rank while others are in a collective; if it waits for something, let all.",
             )
         if "are in the loop" in place.doing:
-            return remedies.Why(
+            return remedies.CauseAndFix(
                 cause=f"{who} does not come out of a `while` loop, at {place.site}.",
                 fix="Look at what should end that loop on this rank; `lockstep stacks` shows whether it moves.",
             )
         if "keyboard" in place.doing:
-            return remedies.Why(cause=f"{who} asks a question that nobody sees.", fix="Ask before the job starts.")
+            return remedies.CauseAndFix(
+                cause=f"{who} asks a question that nobody sees.", fix="Ask before the job starts."
+            )
     for place in places:
         site, there = settings[place]
         if there.condition:
-            return remedies.Why(
+            return remedies.CauseAndFix(
                 cause=f"{_sentence(name_ranks(place.ranks, RANGES))} works alone ({site} is {there.condition}) while "
                 "the others wait. If that work ends, nothing is wrong.",
                 fix="Nothing, if it ends. To be told later, set LOCKSTEP_STALL_SECONDS higher.",
@@ -234,7 +240,7 @@ def _stuck(places: Sequence[Place], settings: dict[Place, tuple[str, Setting]]) 
     return None
 
 
-def _call(place: Place) -> str:
+def _call(place: RankLocation) -> str:
     """ "wait in reduce(mean) #27" -> "reduce"."""
     match = re.search(r"(?:in|left|refused|called) (?:torch's )?(\w+)", place.doing)
     return match[1] if match else "the call"
@@ -268,7 +274,7 @@ def _arguments(diagnosis: Diagnosis) -> list[str]:
     return [*lines, *_more(diagnosis.waiting)]
 
 
-def _places(title: str, places: Sequence[Place], source: Reader) -> list[str]:
+def _places(title: str, places: Sequence[RankLocation], source: Reader) -> list[str]:
     lines: list[str] = []
     for place in places[:_PLACES]:
         detail = f" ({place.detail})" if place.detail else ""
@@ -279,7 +285,7 @@ def _places(title: str, places: Sequence[Place], source: Reader) -> list[str]:
     return [*lines, *_more(places)]
 
 
-def _more(places: Sequence[Place]) -> list[str]:
+def _more(places: Sequence[RankLocation]) -> list[str]:
     rest = [rank for place in places[_PLACES:] for rank in place.ranks]
     if not rest:
         return []

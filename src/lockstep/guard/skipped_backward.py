@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lockstep.blackbox.snapshot import Op, Snapshot
 from lockstep.guard.rank_location import RANGES
-from lockstep.guard.remedies import TOGETHER, Why
+from lockstep.guard.remedies import TOGETHER, CauseAndFix
 from lockstep.rundir.format_ranks import name_ranks
 
 REDUCTION = "backward"
@@ -31,7 +31,7 @@ class Ahead:
     """Its own batch at that reduction, and the others'."""
 
 
-def explain_skip(boxes: Sequence[Snapshot], histories: Histories) -> Why | None:
+def explain_skip(boxes: Sequence[Snapshot], histories: Histories) -> CauseAndFix | None:
     """Cause and fix, where one rank has called the model without a backward, or has drawn a batch more."""
     odd = more_skips(boxes)
     if odd is not None:
@@ -39,7 +39,7 @@ def explain_skip(boxes: Sequence[Snapshot], histories: Histories) -> Why | None:
         if not odd.skipped:
             step, site = odd.step, odd.pending_at
         often = "" if count == 1 else f" {count} times, the first time"
-        return Why(
+        return CauseAndFix(
             cause=f"Rank {odd.rank} called the model at {site} and left out its backward{often} after "
             f"{step} update{'s' * (step != 1)}: a `continue` (a NaN loss that is skipped, say), a condition that holds "
             "on that rank only, or an exception that was caught.",
@@ -50,7 +50,7 @@ def explain_skip(boxes: Sequence[Snapshot], histories: Histories) -> Why | None:
     if ahead is None:
         return None
     own, theirs = ahead.batches
-    return Why(
+    return CauseAndFix(
         cause=f"At {REDUCTION} #{ahead.number} rank {ahead.rank} was at batch {own} of its loader, the others at batch "
         f"{theirs}: it went on to the next batch without a backward, by a `continue`, a condition that holds on that "
         "rank only, or an exception that was caught.",

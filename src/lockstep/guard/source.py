@@ -42,7 +42,7 @@ class Loop:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class LineContext:
     """What is around one line."""
 
     text: str = ""
@@ -78,20 +78,20 @@ def split(site: str) -> tuple[str, int]:
     return (path, int(line)) if path and line.isdecimal() else (site, 0)
 
 
-def setting(site: str, read: Reader) -> Setting:
+def setting(site: str, read: Reader) -> LineContext:
     """What is around a line of the user's."""
     path, number = split(site)
     lines = read(path) if number else ()
     if not 0 < number <= len(lines):
-        return Setting()
+        return LineContext()
     text = lines[number - 1].strip()
     try:
         with warnings.catch_warnings():  # the script's own, which Python has shown when it ran it
             warnings.simplefilter("ignore")
             tree = ast.parse("".join(line if line.endswith("\n") else f"{line}\n" for line in lines))
     except (SyntaxError, ValueError, RecursionError):
-        return Setting(text=text)
-    found = Setting()
+        return LineContext(text=text)
+    found = LineContext()
     loops = []
     for node in _around(tree, number):
         if isinstance(node, (ast.For, ast.AsyncFor, ast.While)):
@@ -140,21 +140,21 @@ def _is_function(node: ast.AST) -> bool:
     return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
 
 
-def _condition(node: ast.AST, number: int) -> Setting:
+def _condition(node: ast.AST, number: int) -> LineContext:
     """What in this node lets only some ranks come to the line."""
     if isinstance(node, ast.If) and _BY_RANK.search(ast.unparse(node.test)) and number >= node.body[0].lineno:
         body = node.body if number <= _last(node.body[-1]) else node.orelse
         if not body:
-            return Setting()
+            return LineContext()
         way = "in the other branch of" if body is node.orelse else "under"
         condition = f"{way} `if {ast.unparse(node.test)}:` (line {node.lineno})"
-        return Setting(condition=condition, branch=(body[0].lineno, _last(body[-1])), choice=node.lineno)
+        return LineContext(condition=condition, branch=(body[0].lineno, _last(body[-1])), choice=node.lineno)
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         for decorator in node.decorator_list:
             said = ast.unparse(decorator)
             if _DECORATORS.search(said):
                 condition = f"in {node.name}(), which `@{said}` runs on some ranks only"
-                return Setting(condition=condition, branch=(node.lineno, _last(node)), choice=node.lineno)
+                return LineContext(condition=condition, branch=(node.lineno, _last(node)), choice=node.lineno)
     for field in ("body", "orelse"):
         block = getattr(node, field, None)
         if not isinstance(block, list):
@@ -166,8 +166,8 @@ def _condition(node: ast.AST, number: int) -> Setting:
                     leaves = ast.unparse(statement.body[-1])
                     condition = f"after `if {ast.unparse(statement.test)}: {leaves}` (line {statement.lineno})"
                     branch = (_last(statement) + 1, block_end)
-                    return Setting(condition=condition, branch=branch, choice=statement.lineno, leaves=leaves)
-    return Setting()
+                    return LineContext(condition=condition, branch=branch, choice=statement.lineno, leaves=leaves)
+    return LineContext()
 
 
 def _leaves_by_rank(node: ast.If) -> bool:

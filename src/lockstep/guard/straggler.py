@@ -167,7 +167,7 @@ def _waits(box: Snapshot) -> bool:
     return waited >= LEAST and waited > EXCESS * median(_own(box))
 
 
-class Questions:
+class QuestionSchedule:
     """When other machines are worth a question about who is slow: not at once, and ever more seldom."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.blackbox import sites
 from lockstep.blackbox.snapshot import Snapshot, TorchCall
 from lockstep.guard.rank_location import RANGES, raw_name
-from lockstep.guard.remedies import Why
+from lockstep.guard.remedies import CauseAndFix
 from lockstep.rundir.format_ranks import name_ranks
 
 MOST = 256
@@ -91,7 +91,7 @@ def first_difference(boxes: Sequence[Snapshot]) -> dict[int, TorchCall] | None:
     return None
 
 
-def explain(calls: Mapping[int, TorchCall], boxes: Sequence[Snapshot]) -> Why:
+def explain(calls: Mapping[int, TorchCall], boxes: Sequence[Snapshot]) -> CauseAndFix:
     """Who left out or added which call, where the calls that follow show it."""
     number = next(iter(calls.values())).number
     following = {box.rank: next((call for call in box.torch_calls if call.number == number + 1), None) for box in boxes}
@@ -105,13 +105,13 @@ def explain(calls: Mapping[int, TorchCall], boxes: Sequence[Snapshot]) -> Why:
         nexts = {following[rank] for rank in ranks}
         if len(theirs) == 1 and all(then and (then.name, then.shapes, then.site) in theirs for then in nexts):
             where = f" at {call.site}" if call.site else ""
-            return Why(
+            return CauseAndFix(
                 cause=f"{name_ranks(ranks, RANGES).capitalize()} called torch's {call.name}{where}; "
                 f"{name_ranks(others, RANGES)} did not. From there on calls of torch.distributed are paired wrongly.",
                 fix="Let every rank make that call, or none: look for a condition on the rank, or on data, around it.",
                 lead=f"{name_ranks(others, RANGES).capitalize()} did not make the call of torch's {call.name}{where}.",
             )
-    return Why(
+    return CauseAndFix(
         cause=f"Collective {number} of torch's process group is not the same call on all ranks, so it was paired "
         "wrongly, and all later ones were.",
         fix="Let every rank make the same calls in the same order: those of torch.distributed and those of Lockstep.",

@@ -21,11 +21,11 @@ from lockstep.config.stall import STALL_SECONDS
 from lockstep.guard import stack_note
 from lockstep.guard.diagnose import diagnose
 from lockstep.guard.diagnosis import Diagnosis
-from lockstep.guard.job import Job
+from lockstep.guard.job import JobSnapshot
 from lockstep.guard.node_exchange import Exchange, Node
 from lockstep.guard.render import explain, understand
 from lockstep.guard.skipped_backward import warn_of_skip
-from lockstep.guard.straggler import Questions, Slow, all_wait, find_slow
+from lockstep.guard.straggler import QuestionSchedule, Slow, all_wait, find_slow
 from lockstep.rundir import files
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.rundir.layout import RunDirectory
@@ -44,7 +44,7 @@ _PACE = "pace"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class RenderedDiagnosis:
     """A diagnosis and its text."""
 
     diagnosis: Diagnosis
@@ -65,7 +65,7 @@ class Watcher:
         directory: RunDirectory,
         *,
         tell: Callable[[str], None],
-        stop: Callable[[Found], None],
+        stop: Callable[[RenderedDiagnosis], None],
         stall: float = STALL_SECONDS,
         mine: Callable[[Snapshot], bool] = lambda box: True,
         restarts: Callable[[], bool] = lambda: False,
@@ -92,7 +92,7 @@ class Watcher:
         self._slow: set[tuple[tuple[int, ...], str]] = set()
         self._skipping: set[int] = set()
         self._naming = threading.Lock()
-        self._questions = Questions()
+        self._questions = QuestionSchedule()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-guard", daemon=True)
 
@@ -114,7 +114,7 @@ class Watcher:
         """
         if self._elsewhere is not None:
             self._elsewhere.close()
-        self._questions = Questions()
+        self._questions = QuestionSchedule()
         self._nodes = {one.number: one for one in named}
         self._left.clear()
         self._elsewhere = Exchange(connect, node=node, nodes=nodes, boxes=self._answer, hear=self._hear, reach=reach)
@@ -171,22 +171,22 @@ class Watcher:
             if self._is_new(slow) and self._is_first:
                 self._tell(slow.line())
             return
-        found = Found(diagnosis=Diagnosis.from_dict(message["diagnosis"]), text=message["text"])
+        found = RenderedDiagnosis(diagnosis=Diagnosis.from_dict(message["diagnosis"]), text=message["text"])
         if found.diagnosis.certain:
             self._ending.set()
             self._end(found)
         elif self._is_first:
             self._say(found)
 
-    def _end(self, found: Found) -> None:
+    def _end(self, found: RenderedDiagnosis) -> None:
         self.stopping = time.monotonic()
         write_down(self._directory, found)
         if not self._is_first:  # one box for the whole job, on the first machine's screen
             where = f"In full on machine 0's screen, and in {self._directory.diagnosis_text}."
-            found = Found(diagnosis=found.diagnosis, text=f"{found.diagnosis.headline} {where}")
+            found = RenderedDiagnosis(diagnosis=found.diagnosis, text=f"{found.diagnosis.headline} {where}")
         self._stop(found)
 
-    def _say(self, found: Found) -> None:
+    def _say(self, found: RenderedDiagnosis) -> None:
         write_down(self._directory, found)
         self._tell(found.text)
 
@@ -194,7 +194,7 @@ class Watcher:
     def _is_first(self) -> bool:
         return self._elsewhere is None or self._elsewhere.node == 0
 
-    def look(self) -> Found | None:
+    def look(self) -> RenderedDiagnosis | None:
         """One look: a certain finding that a second look has confirmed, or None; what is not certain is told."""
         merged = self._merged()
         if not any(_suspicious(box) for box in merged) and not _differ(merged):
@@ -219,11 +219,11 @@ class Watcher:
         if found.certain:
             # Boxes are read one after the other; what a second look sees again was no accident of that.
             if before is not None and before.certain and _same(before, found):
-                return Found(diagnosis=understand(found), text=explain(found))
+                return RenderedDiagnosis(diagnosis=understand(found), text=explain(found))
             return None
         if found.seconds >= max(self._stall, 2 * self._told):
             self._told = found.seconds
-            shown = Found(diagnosis=understand(found), text=explain(found))
+            shown = RenderedDiagnosis(diagnosis=understand(found), text=explain(found))
             cut_off = self._elsewhere is not None and 0 in self._elsewhere.silent
             if self._elsewhere is None or self._is_first or cut_off:
                 self._say(shown)
@@ -236,14 +236,14 @@ class Watcher:
         before, self._unanswered = self._unanswered, set(self._elsewhere.silent if self._elsewhere is not None else ())
         return [self._nodes[number] for number in sorted(before & self._unanswered) if number in self._nodes]
 
-    def look_back(self) -> Found | None:
+    def look_back(self) -> RenderedDiagnosis | None:
         """After a rank has crashed: whether the ranks meant different things by one collective."""
         merged = self._merged()
         everybody = merged if self._elsewhere is None else self._elsewhere.ask(merged) or merged
         found = diagnose(everybody, blocked_for=0.0)
         if found is None or not found.kind.startswith("different"):
             return None
-        shown = Found(diagnosis=understand(found), text=explain(found))
+        shown = RenderedDiagnosis(diagnosis=understand(found), text=explain(found))
         write_down(self._directory, shown)
         if self._elsewhere is not None:
             self._elsewhere.publish(shown.to_dict())
@@ -284,7 +284,7 @@ class Watcher:
 
     def _look_for_skips(self, boxes: Sequence[Snapshot]) -> None:
         """Warn of a rank that leaves backwards out, once: the others will wait for it at the end."""
-        job = Job(boxes=list(boxes), blocked_for=BLOCKED, stall=self._stall)
+        job = JobSnapshot(boxes=list(boxes), blocked_for=BLOCKED, stall=self._stall)
         found = warn_of_skip(job.here, job.histories) if boxes and not job.reforming else None
         if found is not None and found[0] not in self._skipping:
             self._skipping.add(found[0])
@@ -363,7 +363,7 @@ def _same(one: Diagnosis, other: Diagnosis) -> bool:
     return at(one) == at(other)
 
 
-def write_down(directory: RunDirectory, found: Found) -> None:
+def write_down(directory: RunDirectory, found: RenderedDiagnosis) -> None:
     """Keep a finding in the run directory, for people and for programs."""
     said = {**found.diagnosis.to_dict(), "time": time.time()}
     for path, text in ((directory.diagnosis, json.dumps(said, indent=1)), (directory.diagnosis_text, found.text)):

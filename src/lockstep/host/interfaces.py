@@ -84,7 +84,7 @@ def holder(address: str, interfaces: Sequence[Interface]) -> Interface | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class InterfaceChoice:
     """What a library will use, and why."""
 
     address: str | None
@@ -97,7 +97,7 @@ class Choice:
     """What is wrong with it as it is set."""
 
 
-def for_gloo(environ: Mapping[str, str], interfaces: Sequence[Interface], name: str | None = None) -> Choice:
+def for_gloo(environ: Mapping[str, str], interfaces: Sequence[Interface], name: str | None = None) -> InterfaceChoice:
     """As gloo chooses: the interface it is told, else the first address of the host's name that is this machine's."""
     told = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     if told:
@@ -106,15 +106,15 @@ def for_gloo(environ: Mapping[str, str], interfaces: Sequence[Interface], name: 
     for address in resolve(name):
         found = holder(address, interfaces)
         if found is not None:
-            return Choice(address=address, interface=found.name, reason=f"the host name {name} resolves to it")
-    return Choice(
+            return InterfaceChoice(address=address, interface=found.name, reason=f"the host name {name} resolves to it")
+    return InterfaceChoice(
         address="127.0.0.1",
         interface="lo",
         reason=f"the host name {name} resolves to no address of this machine, so gloo falls back to the loopback",
     )
 
 
-def for_nccl(environ: Mapping[str, str], interfaces: Sequence[Interface]) -> Choice:
+def for_nccl(environ: Mapping[str, str], interfaces: Sequence[Interface]) -> InterfaceChoice:
     """As NCCL chooses: those that NCCL_SOCKET_IFNAME allows; else InfiniBand's, else any but docker's and loopback."""
     told = environ.get("NCCL_SOCKET_IFNAME", "").strip()
     usable = [each for each in interfaces if each.up and each.addresses]
@@ -124,11 +124,11 @@ def for_nccl(environ: Mapping[str, str], interfaces: Sequence[Interface]) -> Cho
         for each in usable:
             if each.name.startswith(start) and not each.is_loopback and not each.name.startswith("docker"):
                 why = reason if start else f"{reason} is neither docker's nor the loopback"
-                return Choice(address=each.addresses[0], interface=each.name, reason=why)
+                return InterfaceChoice(address=each.addresses[0], interface=each.name, reason=why)
     last = next(iter(sorted(usable, key=lambda each: each.is_loopback)), None)
     if last is None:
-        return Choice(address=None, interface=None, reason="no interface is up and has an address")
-    return Choice(address=last.addresses[0], interface=last.name, reason="NCCL finds nothing better")
+        return InterfaceChoice(address=None, interface=None, reason="no interface is up and has an address")
+    return InterfaceChoice(address=last.addresses[0], interface=last.name, reason="NCCL finds nothing better")
 
 
 def nccl_allows(told: str, name: str) -> bool:
@@ -141,14 +141,16 @@ def nccl_allows(told: str, name: str) -> bool:
     return matches != exclude
 
 
-def _told(variable: str, told: str, matching: Sequence[Interface], interfaces: Sequence[Interface]) -> Choice:
+def _told(variable: str, told: str, matching: Sequence[Interface], interfaces: Sequence[Interface]) -> InterfaceChoice:
     usable = [each for each in matching if each.up and each.addresses]
     reason = f"{variable}={told}"
     if usable:
-        return Choice(address=usable[0].addresses[0], interface=usable[0].name, reason=reason)
+        return InterfaceChoice(address=usable[0].addresses[0], interface=usable[0].name, reason=reason)
     state = "no interface of this machine" if not matching else f"{matching[0].name}, which is down or has no address"
     there = ", ".join(each.name for each in interfaces)
-    return Choice(address=None, interface=None, reason=reason, problem=f"{reason} names {state} (there are: {there})")
+    return InterfaceChoice(
+        address=None, interface=None, reason=reason, problem=f"{reason} names {state} (there are: {there})"
+    )
 
 
 def resolve(name: str) -> list[str]:

@@ -32,12 +32,12 @@ from lockstep.config import env
 from lockstep.config.stall import read_stall_seconds
 from lockstep.errors import TopologyError
 from lockstep.guard.node_exchange import Node
-from lockstep.guard.watcher import WATCHED, Found, Watcher
+from lockstep.guard.watcher import WATCHED, RenderedDiagnosis, Watcher
 from lockstep.job_store.signed_store import SignedStore, read_secret
 from lockstep.launch import failure_report, leftovers, rendezvous
 from lockstep.launch.failure_report import Exit
 from lockstep.launch.output import Output
-from lockstep.launch.plan import Plan
+from lockstep.launch.plan import LaunchPlan
 from lockstep.rundir import constants
 from lockstep.rundir.layout import RunDirectory
 
@@ -107,12 +107,12 @@ class Agent(LocalElasticAgent):
         self.on_start: Callable[[WorkerGroup], None] | None = None
         """Called each time the ranks have been started."""
         self.exits: tuple[Exit, ...] = ()
-        self.verdict: Found | None = None
+        self.verdict: RenderedDiagnosis | None = None
         """What the guard found, once it has stopped the job."""
         self._judged = 0.0
         self._word = threading.Event()
 
-    def judge(self, found: Found) -> None:
+    def judge(self, found: RenderedDiagnosis) -> None:
         """Called by the guard's thread. The job is over; the main thread sees to it."""
         self.verdict, self._judged = found, time.monotonic()
         self._word.set()
@@ -223,7 +223,11 @@ class Agent(LocalElasticAgent):
 
 
 def run(
-    plan: Plan, logs: Path, output: Output, tell: Callable[[str], None], on_failure: Callable[[tuple[Exit, ...]], str]
+    plan: LaunchPlan,
+    logs: Path,
+    output: Output,
+    tell: Callable[[str], None],
+    on_failure: Callable[[tuple[Exit, ...]], str],
 ) -> Ending:
     """Start the ranks of this machine and stay until they have ended."""
     quiet_torch()
@@ -286,7 +290,9 @@ def run(
     return Ending(exits=agent.exits if failed else (), verdict=verdict, saved=saved, lost=tuple(lost))
 
 
-def _watcher(agent: Agent, tell: Callable[[str], None], plan: Plan, meeting: rendezvous.Meeting) -> Watcher:
+def _watcher(
+    agent: Agent, tell: Callable[[str], None], plan: LaunchPlan, meeting: rendezvous.NodeRendezvous
+) -> Watcher:
     """The guard over the ranks of this machine."""
     environ = env.snapshot()
 
@@ -336,7 +342,7 @@ def _numa() -> Any:
     return NumaOptions(affinity_mode=AffinityMode.NODE)
 
 
-def _store_lost(plan: Plan, lost: Sequence[Node]) -> TopologyError:
+def _store_lost(plan: LaunchPlan, lost: Sequence[Node]) -> TopologyError:
     if lost:
         seen = f"its launcher does not answer at {plan.endpoint}, and the processes here were ended"
         return TopologyError(failure_report.lost_text(lost, seen))

@@ -15,7 +15,7 @@ from lockstep.guard.crash import Crash, different_calls, format_stack
 from lockstep.guard.node_exchange import Node
 from lockstep.guard.rank_location import last_steps
 from lockstep.guard.remedies import KILLED
-from lockstep.rundir.crash_report import LastWords, first_failure
+from lockstep.rundir.crash_report import CrashReport, first_failure
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.rundir.printable import printable, uncoloured
 
@@ -84,7 +84,7 @@ def _as_shell(code: int) -> str:
 
 def tell(
     exits: Sequence[Exit],
-    words: Sequence[LastWords],
+    words: Sequence[CrashReport],
     *,
     logs: Path,
     boxes: Sequence[Snapshot] = (),
@@ -115,7 +115,7 @@ def tell(
     return printable("\n".join(lines)), _code(ended, said.get(first))
 
 
-def _code(ended: Exit, words: LastWords | None) -> int:
+def _code(ended: Exit, words: CrashReport | None) -> int:
     """The exit code of a job that this rank has failed."""
     if words is not None and ended.by_us:  # it had failed already, and was only not gone yet
         return int(words.message) if words.kind == "SystemExit" and words.message.isdecimal() else 1
@@ -123,7 +123,7 @@ def _code(ended: Exit, words: LastWords | None) -> int:
 
 
 def one_line(
-    exits: Sequence[Exit], words: Sequence[LastWords], boxes: Sequence[Snapshot] = (), out_of_memory: bool = False
+    exits: Sequence[Exit], words: Sequence[CrashReport], boxes: Sequence[Snapshot] = (), out_of_memory: bool = False
 ) -> str:
     """Who failed first, and of what, in one sentence."""
     said = _of_these(exits, words)
@@ -142,13 +142,13 @@ def _box_of(ended: Exit, boxes: Sequence[Snapshot]) -> Snapshot | None:
     return next((box for box in boxes if box.rank == ended.rank and box.pid == ended.pid and not box.closed), None)
 
 
-def _of_these(exits: Sequence[Exit], words: Sequence[LastWords]) -> dict[int, LastWords]:
+def _of_these(exits: Sequence[Exit], words: Sequence[CrashReport]) -> dict[int, CrashReport]:
     """The words by rank, without those that an earlier job has left in the same directory."""
     pids = {ended.rank: ended.pid for ended in exits}
     return {word.rank: word for word in words if pids.get(word.rank) == word.pid}
 
 
-def _first(exits: Sequence[Exit], said: Mapping[int, LastWords]) -> int:
+def _first(exits: Sequence[Exit], said: Mapping[int, CrashReport]) -> int:
     codes = {ended.rank: ended.code for ended in exits}
     stopped = [ended.rank for ended in exits if ended.by_us]
     first = first_failure(list(said.values()), codes, stopped)
@@ -166,7 +166,7 @@ def lost_text(lost: Sequence[Node], seen: str) -> str:
 
 
 def _followers(
-    own: Mapping[int, Exit], said: Mapping[int, LastWords], first: int | None, out_of_memory: bool
+    own: Mapping[int, Exit], said: Mapping[int, CrashReport], first: int | None, out_of_memory: bool
 ) -> list[str]:
     lines: dict[str, list[int]] = {}
     for rank, ended in own.items():
@@ -187,7 +187,7 @@ def _followers(
 
 def _in_full(
     ended: Exit,
-    words: LastWords | None,
+    words: CrashReport | None,
     boxes: Sequence[Snapshot],
     crash: Crash | None,
     tail: Sequence[str],
@@ -224,7 +224,7 @@ def _tail(written: bytes | bytearray) -> list[str]:
     return [f"  {line}" for line in lines[-_TAIL:]] if any(line.strip() for line in lines) else []
 
 
-def _one_line(words: LastWords) -> str:
+def _one_line(words: CrashReport) -> str:
     said = first_line(words.message)
     first = f"{words.kind}: {said}" if said else words.kind
     return first if len(first) <= 160 else first[:157] + "..."

@@ -32,7 +32,7 @@ from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.launch.failure_report import in_words
-from lockstep.launch.fork_worker import LENGTH, Call, Display, Pipes, Place, Report, live
+from lockstep.launch.fork_worker import LENGTH, Display, Pipes, RankEnvironment, RankFunction, RankReport, live
 from lockstep.rundir import crash_report
 
 GRACE = 5.0
@@ -56,7 +56,7 @@ class Ended:
     """Whether the function returned."""
     value: Any = None
     """What it returned."""
-    words: crash_report.LastWords | None = None
+    words: crash_report.CrashReport | None = None
     """What it said of its failure; None when it could not say anything."""
     exit_code: int | None = None
     """Of its process; minus the signal's number where one ended it."""
@@ -91,7 +91,9 @@ def describe_exit(code: int | None) -> str:
 class Forks:
     """The ranks of this machine, from their start to their end. Used by the thread that made it."""
 
-    def __init__(self, call: Call, places: Sequence[Place], *, interval: float, prefix: str | None) -> None:
+    def __init__(
+        self, call: RankFunction, places: Sequence[RankEnvironment], *, interval: float, prefix: str | None
+    ) -> None:
         self._interval = interval
         self._selector = selectors.DefaultSelector()
         context = multiprocessing.get_context("fork")
@@ -213,7 +215,7 @@ class Forks:
 class _Rank:
     """One rank, as the launcher sees it."""
 
-    def __init__(self, *, place: Place, process: Any, pipes: Pipes, prefix: str) -> None:
+    def __init__(self, *, place: RankEnvironment, process: Any, pipes: Pipes, prefix: str) -> None:
         self.place = place
         self.process = process
         self.pipes = pipes
@@ -221,7 +223,7 @@ class _Rank:
         self.stopped = False
         self._exit_code: int | None = None
         self._received = bytearray()
-        self.report: Report | None = None
+        self.report: RankReport | None = None
         """What the rank said of how the function ended; None before, or when it never got to it."""
         self._shown = {"out": _Shown(prefix), "err": _Shown(prefix)}
 
@@ -235,19 +237,19 @@ class _Rank:
             self._shown[name].add(data)
             self._show(name)
 
-    def _next(self) -> Report | Display | None:
+    def _next(self) -> RankReport | Display | None:
         size = LENGTH.size
         if len(self._received) < size:
             return None
         (length,) = LENGTH.unpack_from(self._received)
         if len(self._received) < size + length:
             return None
-        news: Report | Display = pickle.loads(self._received[size : size + length])
+        news: RankReport | Display = pickle.loads(self._received[size : size + length])
         del self._received[: size + length]
         return news
 
-    def _hear(self, news: Report | Display) -> None:
-        if isinstance(news, Report):
+    def _hear(self, news: RankReport | Display) -> None:
+        if isinstance(news, RankReport):
             self.report = news
             return
         self.show_late(everything=True)  # what was printed before comes before
@@ -351,7 +353,7 @@ class _Shown:
         return "".join(pieces)
 
 
-def _mark(template: str | None, place: Place) -> str:
+def _mark(template: str | None, place: RankEnvironment) -> str:
     if not template:
         return ""
     names = {"role_name": "default", "rank": str(place.rank), "local_rank": str(place.local_rank)}

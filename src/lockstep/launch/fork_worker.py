@@ -30,7 +30,7 @@ _sending = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankEnvironment:
     """What one rank is started with."""
 
     rank: int
@@ -79,7 +79,7 @@ class Pipes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class RankFunction:
     """What every rank is to do."""
 
     function: Callable[..., Any]
@@ -92,7 +92,7 @@ class Call:
     """A store of the parent's: the copy that a rank has must not be taken down."""
 
 
-def live(call: Call, place: Place, pipes: Pipes, every: Sequence[Pipes]) -> None:
+def live(call: RankFunction, place: RankEnvironment, pipes: Pipes, every: Sequence[Pipes]) -> None:
     """The whole life of a rank's process."""
     # What was garbage in the parent stays: a destructor there may wait for threads that only the parent has.
     gc.freeze()
@@ -123,11 +123,11 @@ def live(call: Call, place: Place, pipes: Pipes, every: Sequence[Pipes]) -> None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RankReport:
     """How the function ended on a rank."""
 
     value: bytes = b""
-    words: crash_report.LastWords | None = None
+    words: crash_report.CrashReport | None = None
     exit_code: int = 0
 
     @property
@@ -160,19 +160,19 @@ def display_publisher() -> Any:
     return getattr(ipython.get_ipython(), "display_pub", None) if ipython is not None else None
 
 
-def _send(pipes: Pipes, news: Report | Display) -> None:
+def _send(pipes: Pipes, news: RankReport | Display) -> None:
     data = pickle.dumps(news)
     with _sending, open(pipes.news[1], "wb", closefd=False) as file:
         file.write(LENGTH.pack(len(data)) + data)
 
 
-def _call(call: Call, place: Place) -> Report:
+def _call(call: RankFunction, place: RankEnvironment) -> RankReport:
     attempt = place.variables.get("LOCKSTEP_ATTEMPT") or ""
     try:
         value = call.function(*call.args)
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
-            return Report(value=_pack(None))
+            return RankReport(value=_pack(None))
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         trace = error.__traceback__
         last = crash_report.from_exception(
@@ -184,9 +184,9 @@ def _call(call: Call, place: Place) -> Report:
             local_rank=place.local_rank,
             attempt=attempt,
         )
-        return Report(words=last, exit_code=code & 0xFF or 1)
+        return RankReport(words=last, exit_code=code & 0xFF or 1)
     try:
-        return Report(value=_pack(value))
+        return RankReport(value=_pack(value))
     except Exception as error:
         wrong = TypeError(
             f"the function returned {type(value).__qualname__}, which cannot be sent to the notebook ({error}). Return "
@@ -195,7 +195,7 @@ def _call(call: Call, place: Place) -> Report:
         last = crash_report.from_exception(
             TypeError, wrong, None, rank=place.rank, local_rank=place.local_rank, attempt=attempt
         )
-        return Report(words=last, exit_code=1)
+        return RankReport(words=last, exit_code=1)
 
 
 def _pack(value: Any) -> bytes:

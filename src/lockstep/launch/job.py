@@ -26,9 +26,9 @@ from lockstep.guard.reporter import STOPPED
 from lockstep.job_store import signed_store
 from lockstep.launch import failure_report, leftovers
 from lockstep.launch.failure_report import Exit
-from lockstep.launch.orphan_reaper import Keeper
+from lockstep.launch.orphan_reaper import OrphanReaper
 from lockstep.launch.output import Output
-from lockstep.launch.plan import Plan
+from lockstep.launch.plan import LaunchPlan
 from lockstep.rundir import constants, crash_report, files, layout
 from lockstep.rundir.layout import RunDirectory
 
@@ -36,10 +36,10 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The signals that end a job."""
 
 
-def run(plan: Plan, environ: Mapping[str, str]) -> int:
+def run(plan: LaunchPlan, environ: Mapping[str, str]) -> int:
     """Run the job; the exit code that the launcher ends with."""
     logs = _make_logs(plan)
-    keeping = Keeper()
+    keeping = OrphanReaper()
     orderly = False
     try:
         directory = layout.make(environ.get(constants.VARIABLE), plan.value("project_dir", None))
@@ -54,7 +54,7 @@ def run(plan: Plan, environ: Mapping[str, str]) -> int:
         keeping.release(sweep=not orderly)
 
 
-def _make_logs(plan: Plan) -> Path | None:
+def _make_logs(plan: LaunchPlan) -> Path | None:
     """The folder that was asked for; one that cannot be used is better said now than found empty later."""
     asked = plan.value("log_dir", None)
     if asked is None:
@@ -74,7 +74,7 @@ def _make_logs(plan: Plan) -> Path | None:
 
 
 class _Job:
-    def __init__(self, plan: Plan, directory: RunDirectory, logs: Path, keeping: Keeper) -> None:
+    def __init__(self, plan: LaunchPlan, directory: RunDirectory, logs: Path, keeping: OrphanReaper) -> None:
         self.plan = plan
         self.directory = directory
         self.logs = logs
@@ -218,7 +218,7 @@ class _Job:
 
     # --- when it fails -----------------------------------------------------------------------------------------
 
-    def _words(self) -> list[crash_report.LastWords]:
+    def _words(self) -> list[crash_report.CrashReport]:
         return crash_report.read_all(self.directory.path, env.snapshot().get("LOCKSTEP_ATTEMPT"))
 
     def _boxes(self) -> list[Snapshot]:
@@ -258,7 +258,7 @@ class _Job:
             return failure_report.tell(exits, said, logs=self.logs)[1]
         return self._fail(exits)
 
-    def _is_new(self, word: crash_report.LastWords) -> bool:
+    def _is_new(self, word: crash_report.CrashReport) -> bool:
         """Not left by an earlier job in the same directory. By the file system's clock: hosts' clocks differ."""
         try:
             return self.directory.words(word.rank).stat().st_mtime >= self.directory.config.stat().st_mtime
@@ -269,7 +269,7 @@ class _Job:
         return failure_report.one_line(exits, self._words(), self._boxes(), self._out_of_memory())
 
 
-def _code_of(word: crash_report.LastWords) -> int:
+def _code_of(word: crash_report.CrashReport) -> int:
     """The exit code of a rank that left these words."""
     if word.kind == "SystemExit":
         return int(word.message) if word.message.isdecimal() else 1

@@ -50,7 +50,7 @@ _LINE_FORMS = "a host's name or address, perhaps with its number of processes: n
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class MpiHost:
     """One machine of a host file."""
 
     name: str
@@ -60,7 +60,7 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class MpiJob:
     """What mpirun is to start, whatever its dialect."""
 
     hosts: Sequence[str]
@@ -91,7 +91,7 @@ class Dialect:
     environ: tuple[tuple[str, str], ...] = ()
     """Variables that mpirun itself is to be given."""
 
-    def options(self, job: Job) -> list[str]:
+    def options(self, job: MpiJob) -> list[str]:
         """The options between ``mpirun`` and the command to run."""
         # Hydra hands over the whole environment by itself, so what is inherited need not be named.
         options = ["-hosts", ",".join(job.hosts), "-n", str(job.num_processes), "-ppn", str(job.per_machine)]
@@ -103,7 +103,7 @@ class Dialect:
         """The options that run a command once on every machine of a host file, which is in this dialect."""
         return ["-f", hostfile, "-n", str(machines), "-ppn", "1"]
 
-    def line(self, host: Host) -> str:
+    def line(self, host: MpiHost) -> str:
         """A host as it stands in a host file."""
         name = f"[{host.name}]" if ":" in host.name else host.name
         return name if host.slots is None else f"{name}:{host.slots}"
@@ -121,7 +121,7 @@ class _OpenMpi(Dialect):
     def one_each(self, hostfile: str, machines: int, *, as_root: bool) -> list[str]:
         return ["--hostfile", hostfile, "--map-by", "ppr:1:node", *(["--allow-run-as-root"] if as_root else [])]
 
-    def line(self, host: Host) -> str:
+    def line(self, host: MpiHost) -> str:
         return host.name if host.slots is None else f"{host.name} slots={host.slots}"
 
     def reads(self, line: str) -> bool:
@@ -131,7 +131,7 @@ class _OpenMpi(Dialect):
         told = environ.get("OMPI_MCA_plm_rsh_agent") or environ.get("PRTE_MCA_plm_ssh_agent") or "ssh"
         return told.split(":")[0].strip()
 
-    def options(self, job: Job) -> list[str]:
+    def options(self, job: MpiJob) -> list[str]:
         options = ["--host", ",".join(f"{host}:{job.per_machine}" for host in job.hosts)]
         options += ["-n", str(job.num_processes), "--map-by", f"ppr:{job.per_machine}:node"]
         # It would tie each process, with all its threads and loader workers, to one core.
@@ -174,12 +174,12 @@ def recognise(text: str) -> Dialect:
     )
 
 
-def command(dialect: Dialect, mpirun: str, job: Job, argv: Sequence[str]) -> list[str]:
+def command(dialect: Dialect, mpirun: str, job: MpiJob, argv: Sequence[str]) -> list[str]:
     """The whole call of mpirun that runs ``argv`` as every process of the job."""
     return [mpirun, *dialect.options(job), *argv]
 
 
-def read_hostfile(path: str | os.PathLike[str]) -> list[Host]:
+def read_hostfile(path: str | os.PathLike[str]) -> list[MpiHost]:
     """The hosts of a file, in its order, each once; a line that cannot be read is an error with its number."""
     try:
         text = read_limited(path, _LARGEST).decode()
@@ -189,7 +189,7 @@ def read_hostfile(path: str | os.PathLike[str]) -> list[Host]:
             f"The host file {os.fspath(path)!r} cannot be read: {why}. "
             f"Write one line for each machine into it, {_LINE_FORMS}."
         ) from None
-    hosts: dict[str, Host] = {}
+    hosts: dict[str, MpiHost] = {}
     problems = []
     for number, line in enumerate(text.splitlines(), 1):
         words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
@@ -212,7 +212,7 @@ def read_hostfile(path: str | os.PathLike[str]) -> list[Host]:
     return list(hosts.values())
 
 
-def _host(words: Sequence[str]) -> Host:
+def _host(words: Sequence[str]) -> MpiHost:
     name, slots = words[0], None
     bracketed = re.fullmatch(r"\[([^\[\]]+)\](?::(.*))?", name)
     if bracketed:
@@ -232,7 +232,7 @@ def _host(words: Sequence[str]) -> Host:
             raise ValueError(f"{word!r} is not known here")
         # The most that it may ever be given is no promise, but fewer than its slots it is.
         slots = min(_slots(value), slots if slots is not None else _slots(value))
-    return Host(name=name, slots=slots)
+    return MpiHost(name=name, slots=slots)
 
 
 def _slots(text: str) -> int:
@@ -241,12 +241,12 @@ def _slots(text: str) -> int:
     return int(text)
 
 
-def _together(before: Host | None, host: Host) -> Host:
+def _together(before: MpiHost | None, host: MpiHost) -> MpiHost:
     """A host that stands on several lines may be given what they all say."""
     if before is None:
         return host
     slots = None if before.slots is None or host.slots is None else before.slots + host.slots
-    return Host(name=host.name, slots=slots)
+    return MpiHost(name=host.name, slots=slots)
 
 
 def mpirun_command(
@@ -279,7 +279,7 @@ def mpirun_command(
     dialect = recognise(version(mpirun))
     main = main_process_ip or hosts[0].name
     given = {**env, "MASTER_ADDR": main, "MASTER_PORT": str(main_process_port or _free_port())}
-    job = Job(
+    job = MpiJob(
         hosts=[host.name for host in hosts[:num_machines]],
         per_machine=num_processes // num_machines,
         env=given,
@@ -290,7 +290,7 @@ def mpirun_command(
 
 
 def _problems(
-    hosts: Sequence[Host], file: str, num_machines: int, num_processes: int, main_process_ip: str | None
+    hosts: Sequence[MpiHost], file: str, num_machines: int, num_processes: int, main_process_ip: str | None
 ) -> Iterator[str]:
     if num_machines < 1 or num_processes < 1:
         yield f"num_machines is {num_machines} and num_processes is {num_processes}; both must be at least 1."

@@ -19,8 +19,16 @@ from lockstep.errors import ConfigError, RankFailed, UsageError, first_line
 from lockstep.host import hardware, network
 from lockstep.job_store import signed_store
 from lockstep.launch.fork_pool import Ended, Forks
-from lockstep.launch.fork_worker import Call, Place
-from lockstep.launch.notebook_store import FAREWELL, LOOPBACK, Elsewhere, Meeting, Nodes, port_error, rendezvous
+from lockstep.launch.fork_worker import RankEnvironment, RankFunction
+from lockstep.launch.notebook_store import (
+    FAREWELL,
+    LOOPBACK,
+    Nodes,
+    NotebookStore,
+    RemoteFailure,
+    port_error,
+    rendezvous,
+)
 from lockstep.rundir import crash_report
 
 
@@ -327,7 +335,7 @@ def _run_forked(ask: _Ask) -> list[Any] | RankFailed:
     with _meeting(ask, secret) as meeting:
         for attempt in range(ask.max_restarts + 1):
             meeting.begin(attempt)
-            call = Call(function=ask.function, args=tuple(ask.args), threads=_threads(ask), kept=meeting.store)
+            call = RankFunction(function=ask.function, args=tuple(ask.args), threads=_threads(ask), kept=meeting.store)
             places = [_place(ask, meeting, local, attempt, secret) for local in range(ask.num_processes or 1)]
             ended = Forks(call, places, interval=ask.monitor_interval, prefix=ask.prefix).run(meeting.news)
             del call  # with the store in it, which is to go before the next one
@@ -339,7 +347,7 @@ def _run_forked(ask: _Ask) -> list[Any] | RankFailed:
 
 
 @contextmanager
-def _meeting(ask: _Ask, secret: str) -> Iterator[Meeting]:
+def _meeting(ask: _Ask, secret: str) -> Iterator[NotebookStore]:
     conf = dict(ask.rdzv_conf)
     nodes = Nodes(
         number=ask.num_nodes,
@@ -356,7 +364,7 @@ def _meeting(ask: _Ask, secret: str) -> Iterator[Meeting]:
         endpoint = ask.rdzv_endpoint or f"{ask.master_addr}:{nodes.port}"
         rank, address, port, leave = rendezvous(ask.rdzv_backend, endpoint, ask.rdzv_id, conf, ask.num_nodes, secret)
         nodes = replace(nodes, rank=rank, address=address, port=port, hosted=True)
-    meeting = Meeting(nodes, secret)
+    meeting = NotebookStore(nodes, secret)
     together = False
     try:
         yield meeting
@@ -375,7 +383,7 @@ def _threads(ask: _Ask) -> int:
     return max(1, hardware.usable_cores() // (ask.num_processes or 1))
 
 
-def _place(ask: _Ask, meeting: Meeting, local_rank: int, attempt: int, secret: str) -> Place:
+def _place(ask: _Ask, meeting: NotebookStore, local_rank: int, attempt: int, secret: str) -> RankEnvironment:
     nodes = meeting.nodes
     rank = nodes.rank * nodes.processes + local_rank
     variables: dict[str, str | None] = {
@@ -400,10 +408,10 @@ def _place(ask: _Ask, meeting: Meeting, local_rank: int, attempt: int, secret: s
         variables[env.VARIABLES["cpu"][0]] = "1"
     if "GLOO_SOCKET_IFNAME" not in env.snapshot():
         variables["GLOO_SOCKET_IFNAME"] = network.route_to(nodes.address, meeting.port)[1]
-    return Place(rank=rank, local_rank=local_rank, variables=variables)
+    return RankEnvironment(rank=rank, local_rank=local_rank, variables=variables)
 
 
-def _outcome(ended: Sequence[Ended], meeting: Meeting) -> list[Any] | RankFailed:
+def _outcome(ended: Sequence[Ended], meeting: NotebookStore) -> list[Any] | RankFailed:
     """The values of this machine's ranks, or the job's first failure."""
     failed = {end.rank: end for end in ended if not end.returned}
     first = crash_report.first_failure(
@@ -418,7 +426,7 @@ def _outcome(ended: Sequence[Ended], meeting: Meeting) -> list[Any] | RankFailed
     if failed[first].stopped and meeting.news():
         return _failure(meeting.elsewhere(), ended, meeting)
     end = failed[first]
-    here = Elsewhere(
+    here = RemoteFailure(
         node=meeting.nodes.rank,
         rank=first,
         line=end.in_words(),
@@ -428,7 +436,7 @@ def _outcome(ended: Sequence[Ended], meeting: Meeting) -> list[Any] | RankFailed
     return _failure(meeting.tell(here, follows=follows), ended, meeting)
 
 
-def _failure(first: Elsewhere, ended: Sequence[Ended], meeting: Meeting) -> RankFailed:
+def _failure(first: RemoteFailure, ended: Sequence[Ended], meeting: NotebookStore) -> RankFailed:
     """The first failure in full, the other ranks of this machine in a line each."""
     nodes = meeting.nodes
     where = f" (machine {first.node})" if nodes.number > 1 else ""

@@ -57,7 +57,7 @@ class Nodes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elsewhere:
+class RemoteFailure:
     """The first failure, when it was on another machine."""
 
     node: int
@@ -90,7 +90,7 @@ class _Wait:
         return True
 
 
-class Meeting:
+class NotebookStore:
     """The store that the ranks of one job share."""
 
     def __init__(self, nodes: Nodes, secret: str) -> None:
@@ -121,7 +121,7 @@ class Meeting:
             return False
         return self._ask(lambda store: store.peek(self._key("failed"), _read_failure)) is not None
 
-    def tell(self, failure: Elsewhere, *, follows: bool) -> Elsewhere:
+    def tell(self, failure: RemoteFailure, *, follows: bool) -> RemoteFailure:
         """Say that this machine had a failure, and learn the first one of the job.
 
         One that only ``follows`` from another rank's is held back for a moment: the cause may be on another machine.
@@ -131,14 +131,14 @@ class Meeting:
         deadline = time.monotonic() + PATIENCE
         while follows and not self.news() and time.monotonic() < deadline:
             time.sleep(_LOOK)
-        first: Elsewhere = self._ask(
+        first: RemoteFailure = self._ask(
             lambda store: store.claim(self._key("failed"), json.dumps(asdict(failure)), _read_failure)
         )
         return first
 
-    def elsewhere(self) -> Elsewhere:
+    def elsewhere(self) -> RemoteFailure:
         """The failure that there is news of."""
-        failure: Elsewhere = self._ask(lambda store: store.get(self._key("failed"), _read_failure))
+        failure: RemoteFailure = self._ask(lambda store: store.get(self._key("failed"), _read_failure))
         return failure
 
     def all_done(self) -> bool:
@@ -250,8 +250,8 @@ class Meeting:
                 )
 
 
-def _read_failure(data: bytes) -> Elsewhere:
-    failure: Elsewhere = from_fields(Elsewhere, data)
+def _read_failure(data: bytes) -> RemoteFailure:
+    failure: RemoteFailure = from_fields(RemoteFailure, data)
     return failure
 
 

@@ -19,7 +19,7 @@ _STARTING = 1.0
 """Seconds in which a process that was being started when the launcher was killed carries the mark."""
 
 
-class Keeper:
+class OrphanReaper:
     """Begin it before threads are started: it is a fork of this process."""
 
     def __init__(self) -> None:

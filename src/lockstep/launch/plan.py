@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class LaunchTarget:
     """What every rank runs."""
 
     script: str
@@ -53,12 +53,12 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LaunchPlan:
     """What will be started on this machine, and why so."""
 
     kind: str
     """"alone" (one process), "agent" (several, under torch's elastic agent), "mpirun" or "srun"."""
-    target: Target
+    target: LaunchTarget
     """What every rank runs."""
     argv: tuple[str, ...]
     """The command: of each rank, or, for mpirun and srun, of the whole job."""
@@ -108,13 +108,13 @@ class Plan:
 
 def make_plan(
     options: Mapping[str, Resolved[Any]],
-    target: Target,
+    target: LaunchTarget,
     environ: Mapping[str, str],
     *,
     refused: Sequence[str] = (),
     given: Sequence[str] = (),
     count_accelerators: Any = machine.accelerators,
-) -> Plan:
+) -> LaunchPlan:
     """What these options mean on this machine; raises once for all that speaks against it.
 
     ``refused`` are problems that were found before, and ``given`` the flags as they were typed, which the agents that
@@ -144,7 +144,7 @@ class _Maker:
         self,
         config: LaunchConfig,
         options: Mapping[str, Resolved[Any]],
-        target: Target,
+        target: LaunchTarget,
         environ: Mapping[str, str],
         given: Sequence[str],
         count_accelerators: Any,
@@ -160,7 +160,7 @@ class _Maker:
         self.notes: list[str] = []
         self.allocation: Any = None
 
-    def make(self) -> Plan | None:
+    def make(self) -> LaunchPlan | None:
         self._contradictions()
         allocation = self.allocation = self._allocation()
         if allocation is not None and allocation.agent:
@@ -188,8 +188,8 @@ class _Maker:
 
         return slurm.allocation(self.environ)
 
-    def _plan(self, kind: str, *, variables: Mapping[str, str], **more: Any) -> Plan:
-        return Plan(
+    def _plan(self, kind: str, *, variables: Mapping[str, str], **more: Any) -> LaunchPlan:
+        return LaunchPlan(
             kind=kind,
             target=self.target,
             argv=more.pop("argv", self.target.argv()),
@@ -324,7 +324,7 @@ class _Maker:
 
     def _agent(
         self, processes: int, per_machine: int, machines: int, machine_rank: int | None, variables: dict[str, str]
-    ) -> Plan | None:
+    ) -> LaunchPlan | None:
         config = self.config
         backend = "c10d" if config.rdzv_backend in (None, "static") else config.rdzv_backend
         address, interface = LOOPBACK, "lo"
@@ -395,7 +395,7 @@ class _Maker:
             return None
         return str(config.main_process_ip), config.main_process_port or 29500
 
-    def _mpirun(self, processes: int, per_machine: int, machines: int, variables: dict[str, str]) -> Plan | None:
+    def _mpirun(self, processes: int, per_machine: int, machines: int, variables: dict[str, str]) -> LaunchPlan | None:
         from lockstep.launch import mpi
 
         try:
@@ -421,7 +421,7 @@ class _Maker:
             machines=machines,
         )
 
-    def _srun(self, allocation: Any, processes: int, per_machine: int, machines: int) -> Plan:
+    def _srun(self, allocation: Any, processes: int, per_machine: int, machines: int) -> LaunchPlan:
         from lockstep.launch import slurm
 
         port = self.config.main_process_port or slurm.meeting_port(allocation)

@@ -34,7 +34,7 @@ from lockstep.errors import ConfigError, TopologyError
 from lockstep.guard.node_exchange import Node
 from lockstep.host.network import REFUSED, interface_of, knock
 from lockstep.job_store.signed_store import SignedStore, read_secret
-from lockstep.launch.plan import Plan
+from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous_backend import open_c10d
 
 _SILENCE = 5.0
@@ -48,7 +48,7 @@ _MOST_RANKS = 4096
 """Ranks that one node may say it has."""
 
 
-def open_meeting(plan: Plan, tell: Callable[[str], None]) -> Meeting:
+def open_meeting(plan: LaunchPlan, tell: Callable[[str], None]) -> NodeRendezvous:
     """Called on: all machines. Host the place where they meet, or find the way there."""
     parameters = RendezvousParameters(
         backend=plan.rdzv_backend,
@@ -63,9 +63,9 @@ def open_meeting(plan: Plan, tell: Callable[[str], None]) -> Meeting:
     try:
         with _told(tell, lambda: _obstacle(plan), plan.machines, after=_ONE_TRY):
             if plan.rdzv_backend != "c10d" or parameters.get("store_type", "tcp") != "tcp":
-                return Meeting(registry.get_rendezvous_handler(parameters), plan, tell, secret)
+                return NodeRendezvous(registry.get_rendezvous_handler(parameters), plan, tell, secret)
             handler, store = open_c10d(parameters, secret)
-        return Meeting(handler, plan, tell, secret, store)
+        return NodeRendezvous(handler, plan, tell, secret, store)
     except (RendezvousConnectionError, DistError) as error:
         raise unreachable(plan) from error
     except ConfigError:
@@ -74,13 +74,13 @@ def open_meeting(plan: Plan, tell: Callable[[str], None]) -> Meeting:
         raise ConfigError(f"The meeting cannot be set up by --rdzv_backend {plan.rdzv_backend}: {error}") from error
 
 
-class Meeting(RendezvousHandler):
+class NodeRendezvous(RendezvousHandler):
     """Torch's rendezvous, with machine numbers kept and the attempt named."""
 
     def __init__(
         self,
         inner: RendezvousHandler,
-        plan: Plan,
+        plan: LaunchPlan,
         say: Callable[[str], None],
         secret: str,
         shared: TCPStore | None = None,
@@ -207,7 +207,7 @@ def _read_node(data: bytes) -> tuple[str, int, str]:
     return host, int(count), address
 
 
-def _settings(plan: Plan) -> dict[str, str]:
+def _settings(plan: LaunchPlan) -> dict[str, str]:
     """``--rdzv_conf``, and who hosts the meeting: machine 0, whatever its name resolves to."""
     settings: dict[str, str] = {}
     for pair in filter(None, str(plan.value("rdzv_conf", "")).split(",")):
@@ -222,13 +222,13 @@ def _settings(plan: Plan) -> dict[str, str]:
     return settings
 
 
-def obstacle_to(plan: Plan) -> str:
+def obstacle_to(plan: LaunchPlan) -> str:
     """What is in the way to the meeting point; empty when somebody listens there."""
     address, _, port = plan.endpoint.rpartition(":")
     return knock(address.strip("[]"), int(port), _ONE_TRY) if address and port.isdecimal() else ""
 
 
-def unreachable(plan: Plan) -> TopologyError:
+def unreachable(plan: LaunchPlan) -> TopologyError:
     """For a machine that does not get to the others."""
     return TopologyError(
         f"This machine ({plan.address}) could not reach the meeting point {plan.endpoint}. Check that the command runs "
@@ -236,7 +236,7 @@ def unreachable(plan: Plan) -> TopologyError:
     )
 
 
-def _obstacle(plan: Plan) -> str:
+def _obstacle(plan: LaunchPlan) -> str:
     """What is in the way to the meeting point, tried by hand: torch says nothing of it before it gives up."""
     reason = obstacle_to(plan)
     if not reason:

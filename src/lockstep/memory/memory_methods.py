@@ -13,7 +13,7 @@ from lockstep.config.sizes import check_size
 from lockstep.process_group.group import Group
 
 
-class MemoryTools:
+class MemoryMethods:
     """Letting go of what was prepared in an attempt that failed; micro-batches that fit."""
 
     _group: Group

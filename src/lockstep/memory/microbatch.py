@@ -27,7 +27,7 @@ from lockstep.process_group.group import Group
 Split = Callable[[Any, slice], Any]
 
 
-class Host(Protocol):
+class MicrobatchHost(Protocol):
     """What this needs of an accelerator."""
 
     _group: Group
@@ -50,7 +50,7 @@ class Host(Protocol):
 
 
 def train_on(
-    host: Host,
+    host: MicrobatchHost,
     batch: Any,
     compute_loss: Callable[[Any], Tensor],
     num_items: Callable[[Any], Any] | None,
@@ -71,7 +71,7 @@ def train_on(
 class _Batch:
     def __init__(
         self,
-        host: Host,
+        host: MicrobatchHost,
         batch: Any,
         rows: int,
         compute_loss: Callable[[Any], Tensor],
@@ -198,7 +198,7 @@ class _Items:
         return self._count(part, rows) / self.total if self.total else 0.0
 
 
-def _counted(host: Host, batch: Any, num_items: Callable[[Any], Any] | None) -> _Items | None:
+def _counted(host: MicrobatchHost, batch: Any, num_items: Callable[[Any], Any] | None) -> _Items | None:
     if num_items is not None:
         if not callable(num_items):
             raise ConfigError(

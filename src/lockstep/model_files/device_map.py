@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.model_files.safetensors_file import raw
 from lockstep.model_files.shared_tensors import tied_names
-from lockstep.model_files.state_loader import Place, in_place
+from lockstep.model_files.state_loader import WeightPlacement, in_place
 from lockstep.storage.open_files import open_regular, read_small
 
 DISK = "disk"
@@ -56,18 +56,18 @@ class Placing:
         """Whether some weight is not to be kept in memory."""
         return self._map is not None and DISK in self._map.values()
 
-    def __call__(self, name: str, target: Tensor) -> Place:
+    def __call__(self, name: str, target: Tensor) -> WeightPlacement:
         """Where this weight goes."""
         now = in_place(name, target)
         dtype = now.dtype if self._dtype is None or not target.is_floating_point() else self._dtype
         if dtype is not now.dtype and any(f"{part}." in name or part == name for part in self._keep):
             dtype = torch.float32
         if self._map is None:
-            return Place(now.device, dtype)
+            return WeightPlacement(now.device, dtype)
         asked = self._map[_covering(name, self._map)]
         if asked == DISK:
-            return Place(torch.device("cpu") if name in self._on_host else _META, dtype)
-        return Place(asked, dtype)
+            return WeightPlacement(torch.device("cpu") if name in self._on_host else _META, dtype)
+        return WeightPlacement(asked, dtype)
 
 
 def _read_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[str, Any]:

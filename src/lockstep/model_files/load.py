@@ -20,7 +20,7 @@ from lockstep.errors import CheckpointError, ConfigError, NotYetError
 from lockstep.logging import get_logger
 from lockstep.model_files.broadcast_load import all_or_none, from_rank_0
 from lockstep.model_files.device_map import OffloadFolder, Placing, as_dtype
-from lockstep.model_files.state_loader import Assignment, Loaded
+from lockstep.model_files.state_loader import Assignment, NameDifferences
 from lockstep.model_files.tensor_entry import some
 from lockstep.model_files.unwrap import inner_model
 from lockstep.model_files.weights import Weights, open_weights
@@ -40,7 +40,7 @@ def load_checkpoint_in_model(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
-) -> Loaded:
+) -> NameDifferences:
     """Load weights into a model, in place. Whatever does not fit raises before the first weight is changed.
 
     Args:
@@ -90,7 +90,7 @@ def _planned(
     return Assignment(model, entries, strict, str(path), place=placing, offload=offload, surplus=surplus), folder
 
 
-def _load(assignment: Assignment, folder: OffloadFolder | None, path: Path) -> Loaded:
+def _load(assignment: Assignment, folder: OffloadFolder | None, path: Path) -> NameDifferences:
     assignment.run()
     if folder is not None:
         folder.finish()
@@ -98,7 +98,7 @@ def _load(assignment: Assignment, folder: OffloadFolder | None, path: Path) -> L
     return assignment.loaded
 
 
-def _tell(loaded: Loaded, path: Path) -> None:
+def _tell(loaded: NameDifferences, path: Path) -> None:
     for names, what in (
         (loaded.missing_keys, "weights of the model are not in it and were left as they are"),
         (loaded.unexpected_keys, "of its weights are not in the model and were not used"),

@@ -26,7 +26,7 @@ _FEW = 1_000_000
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """The files to be written."""
 
     files: dict[str, list[str]]
@@ -46,7 +46,7 @@ class Plan:
         return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
-def plan(state: Mapping[str, Any], largest: int, stem: str, suffix: str, *, together: bool) -> Plan:
+def plan(state: Mapping[str, Any], largest: int, stem: str, suffix: str, *, together: bool) -> ShardPlan:
     """Divide a state dict into files of at most this many bytes.
 
     ``together``: tensors that share a storage go into one file, whose format keeps what they share, and count once.
@@ -77,7 +77,7 @@ def plan(state: Mapping[str, Any], largest: int, stem: str, suffix: str, *, toge
     for name, value in state.items():
         if name not in placed:
             homes[_storage_key(name, value)].append(name)
-    return Plan({_name(stem, suffix, number, len(shards)): names for number, names in enumerate(shards, 1)}, total)
+    return ShardPlan({_name(stem, suffix, number, len(shards)): names for number, names in enumerate(shards, 1)}, total)
 
 
 def _storage_key(name: str, value: Any) -> Hashable:

@@ -25,7 +25,7 @@ from lockstep.model_files.tensor_entry import Entries, as_entries, is_stored, re
 
 
 @dataclass(frozen=True)
-class Loaded:
+class NameDifferences:
     """Which names had no counterpart."""
 
     missing_keys: list[str]
@@ -35,7 +35,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Place:
+class WeightPlacement:
     """Where a weight is to be, and as what."""
 
     device: torch.device
@@ -44,16 +44,16 @@ class Place:
     """The element type."""
 
 
-Placement = Callable[[str, Tensor], Place]
+Placement = Callable[[str, Tensor], WeightPlacement]
 Offload = Callable[[str, Tensor], None]
 
 
-def in_place(name: str, target: Tensor) -> Place:
+def in_place(name: str, target: Tensor) -> WeightPlacement:
     """Where the weight is already; on the host where it has no memory yet."""
-    return Place(torch.device("cpu") if target.is_meta else target.device, target.dtype)
+    return WeightPlacement(torch.device("cpu") if target.is_meta else target.device, target.dtype)
 
 
-def load_into(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> Loaded:
+def load_into(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> NameDifferences:
     """Load a state dict, or raise and leave the model as it is.
 
     Names are compared where ``strict``; shapes and kinds of dtype always are.
@@ -100,7 +100,7 @@ class Assignment:
 
     # --- checking ----------------------------------------------------------------------------------------------
 
-    def _compare_names(self, found: Entries, surplus: Iterable[str]) -> Loaded:
+    def _compare_names(self, found: Entries, surplus: Iterable[str]) -> NameDifferences:
         there = {self._keys.get(name) for name in found}
         lenient = (*self._custom, *_late_names(self.model))
         missing = [
@@ -109,7 +109,7 @@ class Assignment:
             if name not in found and self._keys.get(name, name) not in there and not name.startswith(lenient)
         ]
         unexpected = [name for name in found if name not in self._targets and not name.startswith(self._custom)]
-        return Loaded(missing, [*unexpected, *surplus])
+        return NameDifferences(missing, [*unexpected, *surplus])
 
     def _check(self, found: Entries, strict: bool, where: str) -> None:
         problems = [text for name in self._targets if name in found if (text := self._misfit(name, found[name]))]

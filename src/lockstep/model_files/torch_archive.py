@@ -27,7 +27,7 @@ _LARGEST_DIRECTORY = 1 << 26
 _BLOCK = 1 << 20
 
 
-class Record(NamedTuple):
+class ArchiveRecord(NamedTuple):
     """One record."""
 
     name: str
@@ -61,7 +61,7 @@ class Archive:
         number = bisect_right(self._headers, start) - 1
         return number >= 0 and start + size <= self._ends[number] and size <= self.records[number].size
 
-    def read(self, record: Record) -> bytes:
+    def read(self, record: ArchiveRecord) -> bytes:
         """The bytes of a record."""
         return b"".join(self._blocks(record))
 
@@ -77,7 +77,7 @@ class Archive:
                     "torch.serialization.set_crc32_options(False))"
                 )
 
-    def _blocks(self, record: Record) -> Iterator[bytes]:
+    def _blocks(self, record: ArchiveRecord) -> Iterator[bytes]:
         header = os.pread(self._descriptor, _LOCAL.size, record.header)
         if len(header) < _LOCAL.size or header[:4] != b"PK\3\4":
             raise self._bad(f"its record {record.name[:200]!r} has no header")
@@ -115,7 +115,7 @@ class Archive:
             raise self._bad("its directory is not where it says")
         return start, length, count
 
-    def _parse(self, directory: bytes, count: int) -> Iterator[Record]:
+    def _parse(self, directory: bytes, count: int) -> Iterator[ArchiveRecord]:
         place, names = 0, set[str]()
         for _ in range(count):
             if place + _ENTRY.size > len(directory):
@@ -134,7 +134,7 @@ class Archive:
             if method or stored != size or flags & 1:
                 raise self._bad(f"its record {text[:200]!r} is compressed or encrypted, which torch does not write")
             names.add(text)
-            yield Record(text, header, size, checksum)
+            yield ArchiveRecord(text, header, size, checksum)
         if place != len(directory) or len(names) != count:
             raise self._bad("its directory has a name twice, or more in it than records")
 

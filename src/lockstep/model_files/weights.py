@@ -17,7 +17,7 @@ from lockstep.logging import get_logger
 from lockstep.model_files import safetensors_file, shards, torch_file
 from lockstep.model_files.safetensors_file import SafeFile
 from lockstep.model_files.shared_tensors import tied_names
-from lockstep.model_files.state_loader import Assignment, Loaded, load_into
+from lockstep.model_files.state_loader import Assignment, NameDifferences, load_into
 from lockstep.model_files.tensor_entry import read_all, some
 from lockstep.model_files.torch_file import TorchFile
 from lockstep.model_files.writer import PLAIN, Sink
@@ -25,7 +25,7 @@ from lockstep.storage import commit
 from lockstep.storage.model_file_names import Layout, layout_of, layouts_of
 from lockstep.storage.open_files import Opener, open_regular
 
-__all__ = ["Loaded", "Weights", "load_into", "load_weights", "open_weights", "read_weights", "write_weights"]
+__all__ = ["NameDifferences", "Weights", "load_into", "load_weights", "open_weights", "read_weights", "write_weights"]
 
 
 # ---------------------------------------------------------------- writing
@@ -123,7 +123,7 @@ def read_weights(folder: Path, stem: str = "model") -> dict[str, Any]:
         return read_all(weights.entries)
 
 
-def load_weights(model: nn.Module, folder: Path, stem: str = "model", strict: bool = True) -> Loaded:
+def load_weights(model: nn.Module, folder: Path, stem: str = "model", strict: bool = True) -> NameDifferences:
     """Load a folder's model files into a model: twice as fast as ``read_weights`` and ``load_into``, in less memory.
 
     Whoever has several models to load makes the ``Assignment`` of each first, and runs them when all fit.

@@ -23,7 +23,7 @@ PATIENCE = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class NonFiniteFinding:
     """What one rank knows about a bad number."""
 
     rank: int | None
@@ -51,7 +51,7 @@ def claim(group: Group, name: str) -> int:
     return first
 
 
-def put_together(group: Group, name: str, mine: Finding) -> tuple[str, bool]:
+def put_together(group: Group, name: str, mine: NonFiniteFinding) -> tuple[str, bool]:
     """Called on: all ranks that found it. One text out of what all of them know; whether this rank is to tell it."""
     if group.world_size == 1:
         return compose([mine], 1), True
@@ -63,7 +63,7 @@ def put_together(group: Group, name: str, mine: Finding) -> tuple[str, bool]:
         except (dist.DistStoreError, TopologyError):
             return compose([mine], group.world_size), False
     keys = [f"{place}/{rank}" for rank in range(group.world_size)]
-    read = functools.partial(from_fields, Finding)
+    read = functools.partial(from_fields, NonFiniteFinding)
     try:
         findings = store.gather(keys, read, PATIENCE)
     except (dist.DistStoreError, TopologyError):  # some rank has found nothing, or is gone: what there is will do
@@ -79,7 +79,7 @@ def forget(group: Group, name: str) -> None:
         group.store.delete_own(group.key(f"numerics/{name}/"))
 
 
-def compose(findings: Sequence[Finding], ranks: int) -> str:
+def compose(findings: Sequence[NonFiniteFinding], ranks: int) -> str:
     """The text for the job: the ranks whose own batch did it, the first of them in full."""
     guilty = [one for one in findings if one.own]
     if guilty:

@@ -22,7 +22,7 @@ from lockstep.numerics.gradients import Gradients, Updates
 from lockstep.numerics.process import keep, this_process
 from lockstep.numerics.report import Hit, Underflow
 from lockstep.numerics.stats import Numbers
-from lockstep.numerics.tensor_reader import Reader, Row, Seen, inputs_of, leaves_of
+from lockstep.numerics.tensor_reader import FrameRow, ModuleCall, TensorReader, inputs_of, leaves_of
 from lockstep.numerics.unwrap import describe_type, idle, innermost, is_compiled
 from lockstep.traces.frames import FrameSink
 
@@ -81,10 +81,10 @@ class DebugUnderflowOverflow:
         self.underflows: dict[tuple[str, str], Underflow] = {}
         """What underflowed badly, the worst of each tensor."""
         self._who, self._on_hit = who, found
-        self._frames: deque[Seen] = deque(maxlen=max_frames_to_save)
-        self._back: deque[Seen] = deque(maxlen=max_frames_to_save)
+        self._frames: deque[ModuleCall] = deque(maxlen=max_frames_to_save)
+        self._back: deque[ModuleCall] = deque(maxlen=max_frames_to_save)
         self._batches = Batches(self.model)
-        self._reader = Reader()
+        self._reader = TensorReader()
         self._sink = _open_sink(record, record_batches, this_process().rank if rank is None else rank, world_size)
         self._wanted: Callable[[int], bool] = getattr(self._sink, "wants", lambda batch: True)
         self._detects = detect and not self.trace_batch_nums
@@ -185,15 +185,15 @@ class DebugUnderflowOverflow:
         leaves = list(inputs_of(args, kwargs))
         leaves += [("output", output)] if isinstance(output, Tensor) else leaves_of("output", output)
         rows += reader.read(leaves)
-        if self._take(Seen(self._batches.current, "forward", hook.name, hook.kind, call, rows), self._frames):
+        if self._take(ModuleCall(self._batches.current, "forward", hook.name, hook.kind, call, rows), self._frames):
             self._stop("forward", self._frames)
         if self._gradients is not None and torch.is_grad_enabled():
             self._gradients.watch_outputs(hook.name, hook.kind, call, output)
 
-    def _after_gradient(self, module: str, kind: str, call: int, rows: list[Row]) -> None:
+    def _after_gradient(self, module: str, kind: str, call: int, rows: list[FrameRow]) -> None:
         if not self._looking:
             return
-        bad = self._take(Seen(self._batches.current, "backward", module, kind, call, rows), self._back)
+        bad = self._take(ModuleCall(self._batches.current, "backward", module, kind, call, rows), self._back)
         if bad and not self._forgiven():
             self._stop("backward", self._back)
 
@@ -209,14 +209,14 @@ class DebugUnderflowOverflow:
         row.append(batch)
         return len(row) < SCALER_PATIENCE
 
-    def _after_update(self, module: str, kind: str, rows: list[Row]) -> None:
+    def _after_update(self, module: str, kind: str, rows: list[FrameRow]) -> None:
         if self._detects:
-            seen = Seen(self._batches.current, "optimizer", module, kind, 0, rows)
+            seen = ModuleCall(self._batches.current, "optimizer", module, kind, 0, rows)
             if self._recording and self._sink is not None:
                 self._sink.add(seen.frame())
             self._stop("optimizer", deque([seen]))
 
-    def _take(self, seen: Seen, frames: deque[Seen]) -> bool:
+    def _take(self, seen: ModuleCall, frames: deque[ModuleCall]) -> bool:
         """Whether there is a bad number in it that is to be stopped at."""
         if self._reader.thorough:
             frame = seen.frame()
@@ -234,7 +234,7 @@ class DebugUnderflowOverflow:
         frames.append(seen)
         return bad and self._detects
 
-    def _underflowed(self, seen: Seen, name: str, dtype: str, share: float) -> None:
+    def _underflowed(self, seen: ModuleCall, name: str, dtype: str, share: float) -> None:
         known = self.underflows.get((seen.module, name))
         if known is None or known.share < share:
             self.underflows[seen.module, name] = Underflow(
@@ -244,7 +244,7 @@ class DebugUnderflowOverflow:
             place = this_process().name
             print(f"Underflow{f' on {place}' if place else ''}: {self.underflows[seen.module, name]}.", file=sys.stderr)
 
-    def _stop(self, phase: str, frames: deque[Seen]) -> None:
+    def _stop(self, phase: str, frames: deque[ModuleCall]) -> None:
         hit = Hit(
             batch=self._batches.current,
             phase=phase,

@@ -13,17 +13,17 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.numerics import stats
 from lockstep.numerics.stats import Numbers
-from lockstep.numerics.tensor_reader import Leaf, Reader, Row, leaves_of
+from lockstep.numerics.tensor_reader import FrameRow, Leaf, TensorReader, leaves_of
 from lockstep.numerics.unwrap import idle
 
-Tell = Callable[[str, str, int, list[Row]], None]
+Tell = Callable[[str, str, int, list[FrameRow]], None]
 """Takes a module's name, its kind, which call of it in the batch, and the rows."""
 
 
 class Gradients:
     """Looks at the gradient of each module's output, and at that of each parameter, as a backward makes them."""
 
-    def __init__(self, reader: Reader, tell: Tell) -> None:
+    def __init__(self, reader: TensorReader, tell: Tell) -> None:
         self.reader = reader
         self.tell = tell
         """Takes what was read."""
@@ -106,7 +106,9 @@ class _OutputLook:
 class Updates:
     """Looks at a model's parameters after each step of an optimizer that holds any of them."""
 
-    def __init__(self, reader: Reader, model: nn.Module, tell: Callable[[str, str, list[Row]], None]) -> None:
+    def __init__(
+        self, reader: TensorReader, model: nn.Module, tell: Callable[[str, str, list[FrameRow]], None]
+    ) -> None:
         self._reader = reader
         self._tell = tell
         self._places = {

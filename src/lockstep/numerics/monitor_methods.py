@@ -10,14 +10,14 @@ from torch import nn
 
 from lockstep.config.choices import DebugTool, NanPolicy
 from lockstep.config.recording import NumericsRecord
-from lockstep.numerics.policy import Surroundings, Watch
+from lockstep.numerics.policy import MonitorContext, NanMonitor
 from lockstep.process_group.group import Group
 
 
-class Watched:
+class MonitorMethods:
     """Models whose numbers are watched: by the tier that is always on, and by the detector where it was asked for."""
 
-    _watch: Watch | None = None
+    _watch: NanMonitor | None = None
     """None when nobody looks."""
     _look: Callable[[nn.Module], Any] | None = None
     """Puts the detector on a model; None when nobody asked for it."""
@@ -31,11 +31,11 @@ class Watched:
         record: NumericsRecord | None,
         *,
         scaled: bool,
-        around: Surroundings,
+        around: MonitorContext,
     ) -> None:
         self._detectors = []
         if policy is not NanPolicy.OFF:
-            self._watch = Watch(policy, group, around, scaled=scaled)
+            self._watch = NanMonitor(policy, group, around, scaled=scaled)
         if DebugTool.UNDERFLOW_OVERFLOW in tools or record is not None:
 
             def look(model: nn.Module) -> Any:
@@ -54,7 +54,7 @@ class Watched:
             self._look = look
 
     @property
-    def _gate(self) -> Watch | None:
+    def _gate(self) -> NanMonitor | None:
         """Who may refuse updates, or is to know of those that the loss scaler drops; None when there is nobody."""
         return self._watch if self._watch is not None and self._watch.guards else None
 

@@ -27,7 +27,7 @@ from lockstep.numerics.unwrap import innermost, is_compiled
 from lockstep.process_group.group import Group
 
 if TYPE_CHECKING:
-    from lockstep.numerics.reporting import Teller
+    from lockstep.numerics.reporting import NanReporter
 
 Mark = tuple[Any, ...]
 """What a watch has seen of an update; opaque to others."""
@@ -38,7 +38,7 @@ _LOSSES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class MonitorContext:
     """What the accelerator tells about where a bad number was met."""
 
     samples: Callable[[], Any]
@@ -53,10 +53,10 @@ class Surroundings:
     """Of the accelerator, among those of the process: the ranks' findings are put together by it."""
 
 
-class Watch:
+class NanMonitor:
     """Watches the numbers of one accelerator; ``scaled`` says that fp16's loss scaler drops updates on purpose."""
 
-    def __init__(self, policy: NanPolicy, group: Group, around: Surroundings, *, scaled: bool) -> None:
+    def __init__(self, policy: NanPolicy, group: Group, around: MonitorContext, *, scaled: bool) -> None:
         self.policy = policy
         self._group, self._around, self._scaled = group, around, scaled
         self._updating = policy in (NanPolicy.STOP, NanPolicy.SKIP)
@@ -84,10 +84,10 @@ class Watch:
         return self._updating or self._scaled
 
     @cached_property
-    def _teller(self) -> Teller:
-        from lockstep.numerics.reporting import Teller  # loaded where it is used: most runs stay finite
+    def _teller(self) -> NanReporter:
+        from lockstep.numerics.reporting import NanReporter  # loaded where it is used: most runs stay finite
 
-        return Teller(self._group, self._around, self._models)
+        return NanReporter(self._group, self._around, self._models)
 
     # --- what the accelerator calls ----------------------------------------------------------------------------
 

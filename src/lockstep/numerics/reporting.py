@@ -12,9 +12,9 @@ from torch import nn
 from lockstep.errors import NumericsError
 from lockstep.logging import get_logger
 from lockstep.numerics import report
-from lockstep.numerics.aggregate import Finding, claim, forget, put_together
+from lockstep.numerics.aggregate import NonFiniteFinding, claim, forget, put_together
 from lockstep.numerics.detector import DebugUnderflowOverflow
-from lockstep.numerics.policy import Surroundings
+from lockstep.numerics.policy import MonitorContext
 from lockstep.numerics.process import keep
 from lockstep.numerics.replay import replay
 from lockstep.numerics.replay_buffer import Forward
@@ -28,10 +28,10 @@ _APART = 8
 _TOLD_AT = frozenset((10, 100, 1000, 10_000, 100_000))
 
 
-class Teller:
+class NanReporter:
     """Looks into bad batches of one accelerator, and tells."""
 
-    def __init__(self, group: Group, around: Surroundings, models: Sequence[nn.Module]) -> None:
+    def __init__(self, group: Group, around: MonitorContext, models: Sequence[nn.Module]) -> None:
         self._group, self._around, self._models = group, around, models
         self._hits = 0
         self._silent = False
@@ -69,7 +69,7 @@ class Teller:
         get_logger("lockstep.numerics").warning("%s", text.rstrip(), main_process_only=False)
         keep(self._around.folder, self._group.rank, text)
 
-    def _finding(self, what: str, samples: Any, forwards: list[Forward]) -> Finding:
+    def _finding(self, what: str, samples: Any, forwards: list[Forward]) -> NonFiniteFinding:
         hit, words = _search(forwards) if self._hits <= _REPLAYS else (None, "")
         own = hit is not None or "loss" in what
         if hit is not None:
@@ -81,7 +81,7 @@ class Teller:
             words = _bad_gradients(self._models) or words
         spelled = self._around.spell(samples)
         rank = self._group.rank if self._group.world_size > 1 else None
-        return Finding(rank=rank, what=what, samples=spelled, report=words, own=own)
+        return NonFiniteFinding(rank=rank, what=what, samples=spelled, report=words, own=own)
 
 
 _AGAIN = "The batch was run once more with the same random numbers:"

@@ -50,7 +50,7 @@ class Later:
         return self._found
 
 
-class Row(NamedTuple):
+class FrameRow(NamedTuple):
     """One line of a frame."""
 
     name: str
@@ -74,7 +74,7 @@ class Row(NamedTuple):
         )
 
 
-class Seen(NamedTuple):
+class ModuleCall(NamedTuple):
     """One call of one module, as kept until somebody wants a ``Frame`` of it."""
 
     batch: int
@@ -82,7 +82,7 @@ class Seen(NamedTuple):
     module: str
     kind: str
     call: int
-    rows: list[Row]
+    rows: list[FrameRow]
 
     def frame(self) -> Frame:
         """The frame, with numbers that were not read yet."""
@@ -100,7 +100,7 @@ def version_of(tensor: Tensor) -> int:
         return -1
 
 
-class Reader:
+class TensorReader:
     """Reads tensors, each once as long as it is not changed: one module's output is the next one's input."""
 
     def __init__(self) -> None:
@@ -116,14 +116,14 @@ class Reader:
         self._memo.clear()
         self.half = False
 
-    def read(self, leaves: Iterable[Leaf]) -> list[Row]:
+    def read(self, leaves: Iterable[Leaf]) -> list[FrameRow]:
         """The rows of these tensors; on an accelerator all numbers are got in one go."""
-        rows: list[Row] = []
+        rows: list[FrameRow] = []
         waiting: list[tuple[int, Tensor]] = []
         memo, thorough = self._memo, self.thorough
         for name, value in leaves:
             if not isinstance(value, Tensor):
-                rows.append(Row(name, None, None, stats.NONE if value is None else stats.NOT_A_TENSOR))
+                rows.append(FrameRow(name, None, None, stats.NONE if value is None else stats.NOT_A_TENSOR))
                 continue
             dtype = value.dtype
             known = memo.get(id(value))
@@ -141,19 +141,19 @@ class Reader:
                     found = self._remember(value, found)
                 else:
                     waiting.append((len(rows), value))
-            rows.append(Row(name, dtype, value.shape, found))
+            rows.append(FrameRow(name, dtype, value.shape, found))
         if waiting:
             fetched = stats.fetch([rows[place].numbers for place, _ in waiting])  # type: ignore[misc]
             for (place, value), numbers in zip(waiting, fetched, strict=True):
                 rows[place] = rows[place]._replace(numbers=self._remember(value, numbers))
         return rows
 
-    def gradient(self, name: str, tensor: Tensor) -> Row:
+    def gradient(self, name: str, tensor: Tensor) -> FrameRow:
         """The row of a gradient, which nobody will ask for again."""
         found = self._measure(tensor, tensor.dtype)
         if not isinstance(found, Numbers):
             (found,) = stats.fetch([found])
-        return Row(name, tensor.dtype, tensor.shape, found)
+        return FrameRow(name, tensor.dtype, tensor.shape, found)
 
     def _measure(self, tensor: Tensor, dtype: torch.dtype) -> Numbers | stats.Pending:
         if dtype is torch.float16:
@@ -167,7 +167,7 @@ class Reader:
         self._memo[id(tensor)] = (weakref.ref(tensor), version_of(tensor), found)
         return found
 
-    def weight(self, name: str, tensor: Tensor) -> Row:
+    def weight(self, name: str, tensor: Tensor) -> FrameRow:
         """The row of a parameter: a look at whether it is finite, once for each of its versions."""
         known = self._weights.get(id(tensor))
         version = version_of(tensor)
@@ -180,7 +180,7 @@ class Reader:
             else:
                 found = stats.fetch([stats.measure(tensor, count=stats.ALWAYS if self.thorough else stats.NEVER)])[0]
             self._weights[id(tensor)] = (weakref.ref(tensor), version, found)
-        return Row(name, tensor.dtype, tensor.shape, found)
+        return FrameRow(name, tensor.dtype, tensor.shape, found)
 
 
 def inputs_of(args: Any, kwargs: Any) -> Iterator[Leaf]:

@@ -17,7 +17,7 @@ from lockstep import __version__
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class RunSummary:
     """What decides whether two runs can be compared, as it was at the first update."""
 
     per_process: int | None
@@ -63,7 +63,7 @@ class Record:
         return {"effective_batch": self.effective_batch, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, values: Any) -> Record:
+    def from_dict(cls, values: Any) -> RunSummary:
         """The record that ``to_dict`` gave; a ValueError says what is wrong with other values."""
         if not isinstance(values, Mapping):
             raise ValueError(f"a {type(values).__name__} is no record")
@@ -89,14 +89,14 @@ def record_of(
     groups: Sequence[Mapping[str, Any]],
     seed: int | None,
     precision: str,
-) -> Record:
+) -> RunSummary:
     """The record of a run, made now.
 
     ``total_batch`` is what all processes work on at a time, ``groups`` are the optimizer's parameter groups.
     """
     rates = [None if group.get("lr") is None else float(group["lr"]) for group in groups]
     first = rates[0] if rates else None
-    return Record(
+    return RunSummary(
         # At least 1: no loader gives a process an empty batch.
         per_process=None if total_batch is None else max(1, total_batch // processes),
         processes=processes,
@@ -111,7 +111,7 @@ def record_of(
     )
 
 
-def restored(effective_batch: int, now: Record) -> tuple[int, int] | None:
+def restored(effective_batch: int, now: RunSummary) -> tuple[int, int] | None:
     """Batch per process and accumulation that give this effective batch on the processes there are now.
 
     The accumulation stays if it can; else the batch per process; else that gets no larger, as memory may be short.
@@ -127,7 +127,7 @@ def restored(effective_batch: int, now: Record) -> tuple[int, int] | None:
     return batch, share // batch
 
 
-def compare(before: Record, now: Record) -> str | None:
+def compare(before: RunSummary, now: RunSummary) -> str | None:
     """What to say when the effective batch is not the one of the run before; None when it is, or is unknown."""
     old, new = before.effective_batch, now.effective_batch
     if old is None or new is None or old == new:
@@ -148,16 +148,16 @@ def compare(before: Record, now: Record) -> str | None:
     )
 
 
-def compare_loaded(saved: Any, now: Record) -> list[str]:
+def compare_loaded(saved: Any, now: RunSummary) -> list[str]:
     """The same for the record in a checkpoint that was loaded, where there is one that can be read."""
     try:
-        difference = None if saved is None else compare(Record.from_dict(saved), now)
+        difference = None if saved is None else compare(RunSummary.from_dict(saved), now)
     except ValueError:
         return []
     return [] if difference is None else [difference]
 
 
-def _scaled(before: Record, now: Record, factor: float) -> str:
+def _scaled(before: RunSummary, now: RunSummary, factor: float) -> str:
     if before.learning_rate is None:
         return " and see whether the learning rate fits"
     rate = before.learning_rate * factor
@@ -169,7 +169,7 @@ def _scaled(before: Record, now: Record, factor: float) -> str:
     return f"{text} (it is {now.learning_rate:g})"
 
 
-def _shape(record: Record) -> str:
+def _shape(record: RunSummary) -> str:
     return f"{record.per_process} x {_count(record.processes, 'process')} x {record.accumulation}"
 
 

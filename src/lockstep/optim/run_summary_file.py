@@ -7,14 +7,14 @@ import json
 import os
 from pathlib import Path
 
-from lockstep.optim.run_summary import Record, compare
+from lockstep.optim.run_summary import RunSummary, compare
 from lockstep.rundir.regular_file import read_json
 
 NAME = "lockstep_run.json"
 _LARGEST = 1 << 20
 
 
-def keep(project_dir: str, record: Record) -> list[str]:
+def keep(project_dir: str, record: RunSummary) -> list[str]:
     """Called on: the main process. Put the record in the place of the last run's; gives what is worth a warning.
 
     Never raises for a file that cannot be read or written: a training must not end because of its records.
@@ -35,14 +35,14 @@ def keep(project_dir: str, record: Record) -> list[str]:
     return said
 
 
-def _read(path: Path) -> Record | None:
+def _read(path: Path) -> RunSummary | None:
     try:
-        return Record.from_dict(read_json(path, limit=_LARGEST))
+        return RunSummary.from_dict(read_json(path, limit=_LARGEST))
     except FileNotFoundError:
         return None
 
 
-def _write(path: Path, record: Record) -> None:
+def _write(path: Path, record: RunSummary) -> None:
     """The whole file or nothing: whoever reads meanwhile sees the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")

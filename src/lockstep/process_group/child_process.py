@@ -21,7 +21,7 @@ _kept: list[Any] = []
 """What belongs to the parent, and may not be taken down here."""
 
 
-class Away:
+class DetachedProcessGroup:
     """In the place of the group, where it cannot be used."""
 
     def __init__(self, topology: Topology, words: str) -> None:
@@ -72,6 +72,6 @@ def become(group: Any, topology: Topology, parent: int, *more: Any) -> None:
     for owned in (dict(group.__dict__), group.pg, *more):
         _kept.append(owned)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))
-    group.__class__ = Away
+    group.__class__ = DetachedProcessGroup
     group.__dict__.clear()
     group.__init__(topology, f"{_words(start)}.")

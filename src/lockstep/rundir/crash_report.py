@@ -46,7 +46,7 @@ ADVISERS: list[Callable[[BaseException], str]] = []
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastWords:
+class CrashReport:
     """What ended one rank."""
 
     rank: int
@@ -95,10 +95,10 @@ def from_exception(
     rank: int,
     local_rank: int,
     attempt: str = "",
-) -> LastWords:
+) -> CrashReport:
     """Turn what an excepthook is given into last words. Never raises, whatever the exception is like."""
     follows, cause = _led_by(value, rank)
-    return LastWords(
+    return CrashReport(
         rank=rank,
         local_rank=local_rank,
         host=os.uname().nodename,
@@ -127,7 +127,7 @@ def advice_on(value: BaseException | None) -> str:
     return "\n".join(text for text in said if text)
 
 
-def of_this_process(kind: type[BaseException], value: BaseException | None, trace: TracebackType | None) -> LastWords:
+def of_this_process(kind: type[BaseException], value: BaseException | None, trace: TracebackType | None) -> CrashReport:
     """The same, with rank and attempt from the environment that the launcher gave this process."""
     environ = env.snapshot()
     attempt = environ.get("LOCKSTEP_ATTEMPT", "")
@@ -139,7 +139,7 @@ def _number(text: str | None) -> int:
     return int(text) if text and text.isdecimal() else 0
 
 
-def write(directory: Path, words: LastWords) -> bool:
+def write(directory: Path, words: CrashReport) -> bool:
     """Leave last words in a run directory. A disk that fails must not hide the user's error: False, no exception."""
     try:
         path = RunDirectory(path=directory).words(words.rank)
@@ -260,7 +260,7 @@ def _cut(text: str, limit: int) -> str:
 # ---------------------------------------------------------------- in the launcher
 
 
-def read_all(directory: Path, attempt: str | None = None) -> list[LastWords]:
+def read_all(directory: Path, attempt: str | None = None) -> list[CrashReport]:
     """The last words that lie in a run directory, by rank; those of one ``attempt`` only, if it is given.
 
     What cannot be read as last words is passed over: a rank may have been killed in the middle of everything.
@@ -277,12 +277,12 @@ def read_all(directory: Path, attempt: str | None = None) -> list[LastWords]:
     return sorted(found, key=lambda words: words.rank)
 
 
-def _parse(path: Path) -> LastWords:
+def _parse(path: Path) -> CrashReport:
     data = read_json(path, limit=_FILE_LIMIT)
     if not isinstance(data, dict):
         raise ValueError("not a table")
-    known = [field for field in fields(LastWords) if field.name in data or field.default is MISSING]
-    return LastWords(**{field.name: _checked(field.name, field.type, data) for field in known})
+    known = [field for field in fields(CrashReport) if field.name in data or field.default is MISSING]
+    return CrashReport(**{field.name: _checked(field.name, field.type, data) for field in known})
 
 
 def _checked(name: str, kind: Any, data: dict[str, Any]) -> Any:
@@ -301,7 +301,9 @@ def _checked(name: str, kind: Any, data: dict[str, Any]) -> Any:
     return value
 
 
-def first_failure(words: Collection[LastWords], exits: Mapping[int, int], stopped: Collection[int] = ()) -> int | None:
+def first_failure(
+    words: Collection[CrashReport], exits: Mapping[int, int], stopped: Collection[int] = ()
+) -> int | None:
     """The rank whose failure led to the others, or None when none failed.
 
     ``exits`` holds exit codes by rank (a signal is negative), ``stopped`` the ranks that the launcher itself sent a

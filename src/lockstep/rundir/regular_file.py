@@ -89,7 +89,7 @@ def read_json(path: str | os.PathLike[str], *, below: Path | None = None, limit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class DirectoryEntry:
     """One name in a folder."""
 
     path: Path
@@ -97,7 +97,7 @@ class Listed:
     """Why it is not read; empty for a regular file."""
 
 
-def list_regular(folder: Path, below: Path, most: int) -> Iterator[Listed]:
+def list_regular(folder: Path, below: Path, most: int) -> Iterator[DirectoryEntry]:
     """The files in a folder of a run and in those in it, by name; names that begin with a dot are left out.
 
     ``folder`` lies below ``below``, and no link leads there. At most ``most`` are listed.
@@ -105,16 +105,16 @@ def list_regular(folder: Path, below: Path, most: int) -> Iterator[Listed]:
     try:
         handle = os.open(below, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        yield Listed(path=folder, why_not=error.strerror or str(error))
+        yield DirectoryEntry(path=folder, why_not=error.strerror or str(error))
         return
     for count, listed in enumerate(_below(folder.relative_to(below).parts, below, handle)):
         if count == most:
-            yield Listed(path=folder, why_not=f"more than {most} files are in it")
+            yield DirectoryEntry(path=folder, why_not=f"more than {most} files are in it")
             return
         yield listed
 
 
-def _below(parts: tuple[str, ...], path: Path, handle: int, depth: int = 0) -> Iterator[Listed]:
+def _below(parts: tuple[str, ...], path: Path, handle: int, depth: int = 0) -> Iterator[DirectoryEntry]:
     """Go down ``parts``, then list; ``handle`` is the folder ``path``, and closed in the end."""
     try:
         if parts:
@@ -126,17 +126,17 @@ def _below(parts: tuple[str, ...], path: Path, handle: int, depth: int = 0) -> I
             try:
                 mode = os.stat(name, dir_fd=handle, follow_symlinks=False).st_mode
                 if not stat.S_ISDIR(mode):
-                    yield Listed(path=path / name, why_not=_why_not(mode))
+                    yield DirectoryEntry(path=path / name, why_not=_why_not(mode))
                 elif depth >= _DEEPEST:
-                    yield Listed(path=path / name, why_not="it is nested too deeply")
+                    yield DirectoryEntry(path=path / name, why_not="it is nested too deeply")
                 else:
                     inner = os.open(name, _FLAGS | os.O_DIRECTORY, dir_fd=handle)
                     yield from _below(parts[1:], path / name, inner, depth if parts else depth + 1)
             except FileNotFoundError:
                 continue
             except OSError as error:
-                yield Listed(path=path / name, why_not=error.strerror or str(error))
+                yield DirectoryEntry(path=path / name, why_not=error.strerror or str(error))
     except OSError as error:
-        yield Listed(path=path, why_not=error.strerror or str(error))
+        yield DirectoryEntry(path=path, why_not=error.strerror or str(error))
     finally:
         os.close(handle)

@@ -32,7 +32,7 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class ManifestEntry:
     """One file."""
 
     size: int
@@ -49,7 +49,7 @@ class Entry:
 class Manifest:
     """What is in a checkpoint."""
 
-    files: Mapping[str, Entry]
+    files: Mapping[str, ManifestEntry]
     """Each file, by its path in the folder."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """What people want to know of it: step, number of processes, time, versions."""
@@ -129,7 +129,7 @@ def _built(body: dict[str, Any], where: str) -> Manifest:
     return Manifest(files=entries, about=about, version=body["version"], algorithm=algorithm, chunk=chunk)
 
 
-def parse_entry(name: str, value: Any, chunk: int, where: str) -> Entry:
+def parse_entry(name: str, value: Any, chunk: int, where: str) -> ManifestEntry:
     """One file's entry, as it was written to JSON; ``where`` says in what, for an error."""
     if not stays_inside(name):
         raise CheckpointError(f"{where} lists {name[:200]!r}, which is no plain path inside the folder.")
@@ -141,7 +141,7 @@ def parse_entry(name: str, value: Any, chunk: int, where: str) -> Entry:
         raise CheckpointError(f"{where} is damaged: {name!r} has {len(chunks)} hashes for {size} bytes.")
     if not all(isinstance(mark, str) and _HEX.fullmatch(mark) for mark in chunks):
         raise CheckpointError(f"{where} is damaged: a hash of {name!r} is none.")
-    return Entry(size=size, chunks=tuple(chunks))
+    return ManifestEntry(size=size, chunks=tuple(chunks))
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

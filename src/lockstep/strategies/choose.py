@@ -16,7 +16,7 @@ from lockstep.strategies.single import Single
 from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from lockstep.strategies.uneven_inputs import Stateful
+    from lockstep.strategies.uneven_inputs import RemembersUpdates
 
 
 class Strategy(Protocol):
@@ -41,7 +41,7 @@ class Strategy(Protocol):
         """A region whose backward averages gradients even if its forwards ran without."""
 
     def join(
-        self, joinables: Any, accumulation: Accumulation, states: Sequence[Stateful]
+        self, joinables: Any, accumulation: Accumulation, states: Sequence[RemembersUpdates]
     ) -> AbstractContextManager[None]:
         """Called on: all ranks. A region in which a rank may have fewer batches than others.
 
@@ -77,7 +77,7 @@ class Strategy(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class ChosenStrategy:
     """A strategy and the reason for it."""
 
     strategy: Strategy
@@ -86,12 +86,12 @@ class Choice:
     """Why, in words."""
 
 
-def choose(topology: Topology, group: Group, ddp: DistributedDataParallelKwargs) -> Choice:
+def choose(topology: Topology, group: Group, ddp: DistributedDataParallelKwargs) -> ChosenStrategy:
     """The strategy for this job."""
     if topology.world_size == 1:
-        return Choice(Single(), "one process, so the model is used as it is")
+        return ChosenStrategy(Single(), "one process, so the model is used as it is")
     from lockstep.strategies.ddp import DDP  # loaded where it is used: one process does without
 
-    return Choice(
+    return ChosenStrategy(
         DDP(topology, group, ddp), f"{topology.world_size} processes, so DDP averages gradients over {topology.backend}"
     )

@@ -29,7 +29,7 @@ from lockstep.strategies.ddp_module import DistributedDataParallel as Replica
 from lockstep.strategies.grad_allreduce import average_gradients
 from lockstep.strategies.reductions import Reductions
 from lockstep.strategies.trained_parameters import TrainedParameters
-from lockstep.strategies.uneven_inputs import Stateful, check_joinables, joined
+from lockstep.strategies.uneven_inputs import RemembersUpdates, check_joinables, joined
 from lockstep.topology.topology import Topology
 
 _SYNC_BYTES = 32 << 20
@@ -220,7 +220,7 @@ class DDP:
             model.require_backward_grad_sync, model.require_forward_param_sync = before
 
     @contextmanager
-    def join(self, joinables: Any, accumulation: Accumulation, states: Sequence[Stateful]) -> Iterator[None]:
+    def join(self, joinables: Any, accumulation: Accumulation, states: Sequence[RemembersUpdates]) -> Iterator[None]:
         """Called on: all ranks. A region in which a rank may have fewer batches than others; see ``joining``."""
         items = check_joinables(joinables)
         if any(_in_join(item) for item in items):

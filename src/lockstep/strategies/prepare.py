@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lockstep.blackbox import sites
-from lockstep.checkpoint.checkpoint_methods import SavesState
+from lockstep.checkpoint.checkpoint_methods import StateMethods
 from lockstep.comm import rng
 from lockstep.comm.process_info import ProcessView
 from lockstep.config.choices import RNGType, SchedulerUnit
@@ -25,9 +25,9 @@ from lockstep.data.loader import PreparedDataLoader
 from lockstep.data.options import DataOptions
 from lockstep.data.prepare import prepare_loader, skip_first_batches
 from lockstep.errors import UsageError
-from lockstep.memory.memory_methods import MemoryTools
+from lockstep.memory.memory_methods import MemoryMethods
 from lockstep.model_files.unwrap import inner_model
-from lockstep.numerics.monitor_methods import Watched
+from lockstep.numerics.monitor_methods import MonitorMethods
 from lockstep.optim import schedule_length
 from lockstep.optim.accumulation import Accumulation
 from lockstep.optim.optimizer import PreparedOptimizer
@@ -40,12 +40,12 @@ from lockstep.strategies.compiling import compile_model
 from lockstep.topology.memory import empty_cache
 
 if TYPE_CHECKING:
-    from lockstep.optim.run_summary import Record
+    from lockstep.optim.run_summary import RunSummary
 
 _OWNER = "_lockstep_owner"
 
 
-class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
+class PrepareMethods(ProcessView, DataOptions, StateMethods, MemoryMethods, MonitorMethods):
     """Models, optimizers, schedulers and loaders."""
 
     _settings: Settings
@@ -58,7 +58,7 @@ class Prepares(ProcessView, DataOptions, SavesState, MemoryTools, Watched):
     _optimizers: list[PreparedOptimizer]
     _schedulers: list[PreparedScheduler]
     _dataloaders: list[PreparedDataLoader]
-    _record: Record | None
+    _record: RunSummary | None
     _number: int
     device_placement: bool
 

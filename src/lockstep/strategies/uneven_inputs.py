@@ -34,7 +34,7 @@ from lockstep.process_group.group import Group
 _DOING = "training on uneven inputs"
 
 
-class Stateful(Protocol):
+class RemembersUpdates(Protocol):
     """What remembers past updates: an optimizer, a scheduler, a loss scale."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def joined(
     group: Group,
     models: Sequence[DistributedDataParallel],
     accumulation: Accumulation,
-    states: Sequence[Stateful],
+    states: Sequence[RemembersUpdates],
     buffers: str | None,
 ) -> Iterator[None]:
     """Called on: all ranks. A region in which a rank may have fewer batches than others.
@@ -273,7 +273,7 @@ class _Presence(Joinable, JoinHook):
 # --- at the end --------------------------------------------------------------------------------------------------
 
 
-def _catch_up(group: Group, is_last: bool, states: Sequence[Stateful]) -> None:
+def _catch_up(group: Group, is_last: bool, states: Sequence[RemembersUpdates]) -> None:
     """Called on: all ranks. Give the ranks that ran out early the states of one that did not."""
     lasts = all_objects(group, is_last, _DOING)
     if all(lasts) or not states:

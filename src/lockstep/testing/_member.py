@@ -28,7 +28,7 @@ KILL_SECONDS = 5.0
 _OUTPUT_BYTES = 1 << 20
 
 
-class Member:
+class RankProcess:
     """The parent's view of one rank's process."""
 
     def __init__(self, rank: int, folder: Path) -> None:
@@ -134,7 +134,7 @@ class Member:
         return _rank.file_of(self._folder, self.rank, kind)
 
 
-def start(members: Sequence[Member]) -> None:
+def start(members: Sequence[RankProcess]) -> None:
     """Start the processes, and wait until each has set itself up."""
     deadline = time.monotonic() + START_SECONDS
     ensure_server()

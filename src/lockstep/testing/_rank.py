@@ -37,7 +37,7 @@ LINGER_SECONDS = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RankRequest:
     """One call, the same for every rank, and the surroundings to make it in."""
 
     call: bytes
@@ -138,7 +138,7 @@ def main(rank: int, pipe: Connection[bytes, bytes], lifeline: Connection[bytes, 
 def _run(rank: int, folder: Path) -> Reply:
     os.truncate(file_of(folder, rank, "output"), 0)
     try:
-        request: Request = pickle.loads(request_file(folder).read_bytes())
+        request: RankRequest = pickle.loads(request_file(folder).read_bytes())
         sys.path[:] = request.path
         os.chdir(request.cwd)
         # A variable that the last call left behind is not wanted either, so it goes with the difference.

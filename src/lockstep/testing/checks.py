@@ -31,7 +31,7 @@ GRACE = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class SetupCheck:
     """One line of the table."""
 
     name: str
@@ -60,57 +60,57 @@ class Result:
     """What to do, when it failed."""
 
 
-CHECKS: tuple[Check, ...] = (
-    Check(
+CHECKS: tuple[SetupCheck, ...] = (
+    SetupCheck(
         name="collectives",
         run=trials.check_collectives,
         advice="Ranks cannot exchange data. Look at the network: `lockstep env` on each machine shows the interfaces "
         "and the route to the main address; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another one.",
     ),
-    Check(
+    SetupCheck(
         name="data sharding",
         run=trials.check_sharding,
         advice="Samples would be lost or seen twice. Make sure that all ranks run the same versions (`lockstep env`).",
     ),
-    Check(
+    SetupCheck(
         name="same weights as one process",
         run=trials.check_training,
         advice="Gradients are not averaged as they should be, or devices compute differently. See whether all ranks "
         "run on the same kind of device with the same versions (`lockstep env`).",
     ),
-    Check(
+    SetupCheck(
         name="gradient accumulation",
         run=trials.check_accumulation,
         advice="Updates over several micro-batches are wrong. See whether all ranks run the same versions "
         "(`lockstep env`).",
     ),
-    Check(
+    SetupCheck(
         name="mixed precision fp16",
         run=trials.check_fp16,
         advice="Train with mixed_precision='no' or 'bf16' on this device.",
     ),
-    Check(
+    SetupCheck(
         name="mixed precision bf16",
         run=trials.check_bf16,
         advice="Train with mixed_precision='no' or 'fp16' on this device.",
     ),
-    Check(
+    SetupCheck(
         name="checkpoint round trip",
         run=trials.check_checkpoint,
         advice="What is saved cannot be gone on from. See whether the temporary folder (TMPDIR) has room and is the "
         "same one for all processes of a machine.",
     ),
-    Check(
+    SetupCheck(
         name="random numbers",
         run=trials.check_random,
         advice="Ranks would shuffle differently. See whether all ranks run the same versions (`lockstep env`).",
     ),
-    Check(
+    SetupCheck(
         name="process control",
         run=trials.check_control,
         advice="Ranks do not wait for each other. See whether every process can reach the main address and port.",
     ),
-    Check(
+    SetupCheck(
         name="debug mode",
         run=trials.check_debug_mode,
         advice="Mismatched collectives would go unnoticed. See whether all ranks run the same versions "
@@ -123,7 +123,7 @@ CHECKS: tuple[Check, ...] = (
 # --- running them ----------------------------------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
+def main(argv: Sequence[str] | None = None, checks: Sequence[SetupCheck] = CHECKS) -> int:
     """Called on: all ranks. Run the checks; rank 0 prints. The exit code, the same on every rank: 1 when one failed."""
     parser = argparse.ArgumentParser(prog="lockstep.testing.checks", description="Check the set-up on every process.")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
     return int(any(result.state == "failed" for result in results))
 
 
-def _perform(accelerator: Accelerator, check: Check) -> tuple[Result, bool]:
+def _perform(accelerator: Accelerator, check: SetupCheck) -> tuple[Result, bool]:
     """Called on: all ranks. One check, and whether the ranks lost each other over it."""
     started = time.monotonic()
     lost, value = False, None

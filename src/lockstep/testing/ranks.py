@@ -35,7 +35,7 @@ from typing import Any, Literal, TypeVar, overload
 from lockstep.config import env as environment
 from lockstep.job_store import signed_store
 from lockstep.testing import _rank
-from lockstep.testing._member import KILL_SECONDS, Member, start
+from lockstep.testing._member import KILL_SECONDS, RankProcess, start
 from lockstep.testing.outcome import STOPPED, TIMED_OUT, Outcome, RanksFailed, innermost_frame
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Ranks:
         self._timeout = timeout
         self._grace = grace
         self._env = dict(env or {})
-        self._members: list[Member] = []
+        self._members: list[RankProcess] = []
         self._folder: Path | None = None
         self._owner = os.getpid()
         self._closed = False
@@ -167,7 +167,7 @@ class Ranks:
         self, call: bytes, *, overrides: Variables, timeout: float, grace: float | None, reset: bool
     ) -> list[Outcome]:
         folder = self._ensure_started()
-        request = _rank.Request(
+        request = _rank.RankRequest(
             call=call,
             path=[entry or os.getcwd() for entry in sys.path],
             cwd=os.getcwd(),
@@ -219,7 +219,7 @@ class Ranks:
         self._kill()
         self._owner = os.getpid()
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-ranks-"))
-        self._members = [Member(rank, self._folder) for rank in range(self.world_size)]
+        self._members = [RankProcess(rank, self._folder) for rank in range(self.world_size)]
         try:
             start(self._members)
         except BaseException:
@@ -313,7 +313,7 @@ def _close_every_pool() -> None:
 atexit.register(_close_every_pool)
 
 
-def _unfinished(members: Mapping[int, Member], seconds: float, *, after_failure: bool) -> dict[int, Outcome]:
+def _unfinished(members: Mapping[int, RankProcess], seconds: float, *, after_failure: bool) -> dict[int, Outcome]:
     """Outcomes of ranks that are still running, with their stacks."""
     for member in members.values():
         with suppress(OSError):

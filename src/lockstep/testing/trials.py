@@ -282,12 +282,12 @@ def check_checkpoint(accelerator: Accelerator) -> None:
     """Called on: all ranks. Saved in the middle of an epoch and loaded into new objects, training goes on the same."""
     samples = Samples(4 * accelerator.num_processes * 4)
     project = ProjectConfiguration(save_on_each_node=True)  # the machines need not share a file system for this
-    first = _Run(_fresh(project_config=project), samples)
+    first = _TrainingRun(_fresh(project_config=project), samples)
     for _ in range(2):
         first.step()
     with _folder_of_machine(accelerator) as folder:
         first.accelerator.save_state(folder / "state")
-        second = _Run(_fresh(project_config=project), samples)
+        second = _TrainingRun(_fresh(project_config=project), samples)
         second.accelerator.load_state(folder / "state")
         accelerator.wait_for_everyone()
     for number in (3, 4):
@@ -299,7 +299,7 @@ def check_checkpoint(accelerator: Accelerator) -> None:
         raise WrongResult(f"two updates after loading the weights are {gap:.2g} away from those without the break")
 
 
-class _Run:
+class _TrainingRun:
     """A training run that can be saved and loaded."""
 
     def __init__(self, accelerator: Accelerator, samples: Samples) -> None:

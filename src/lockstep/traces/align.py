@@ -128,14 +128,14 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class RankBatchTrace:
     """What one rank has of a batch, and whether its trace was cut in it."""
 
     frames: list[Frame]
     cut: bool
 
 
-Parts = dict[int | None, Part]
+Parts = dict[int | None, RankBatchTrace]
 
 
 def by_batch(ranks: Mapping[int, Source]) -> Iterator[tuple[int, Parts]]:
@@ -148,5 +148,5 @@ def by_batch(ranks: Mapping[int, Source]) -> Iterator[tuple[int, Parts]]:
         for rank, head in ahead.items():
             if head is not None and head[0] == batch:
                 ahead[rank] = next(streams[rank], None)
-                parts[rank] = Part(head[1], ahead[rank] is None and not ranks[rank].complete)
+                parts[rank] = RankBatchTrace(head[1], ahead[rank] is None and not ranks[rank].complete)
         yield batch, parts

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lockstep.rundir.format_ranks import number_ranks
-from lockstep.traces.align import Key, Part, Parts, Source, by_batch, keyed, merged, merged_order, named
+from lockstep.traces.align import Key, Parts, RankBatchTrace, Source, by_batch, keyed, merged, merged_order, named
 from lockstep.traces.frames import Frame, Stat
 from lockstep.traces.tolerance import ABSOLUTE, COARSE, SHARE, Tolerance, is_parameter
 
@@ -264,12 +264,12 @@ def _joined(
             one, other = next(first, None), next(second, None)
 
 
-def _as_one(ranks: Mapping[int | None, Part]) -> Parts:
+def _as_one(ranks: Mapping[int | None, RankBatchTrace]) -> Parts:
     parts = [part for _, part in sorted(ranks.items(), key=lambda item: item[0] or 0)]
-    return {None: Part(merged([part.frames for part in parts]), any(part.cut for part in parts))}
+    return {None: RankBatchTrace(merged([part.frames for part in parts]), any(part.cut for part in parts))}
 
 
-def _cut_alike(left: Part, right: Part, where: str, into: Diff) -> tuple[list[Frame], list[Frame]]:
+def _cut_alike(left: RankBatchTrace, right: RankBatchTrace, where: str, into: Diff) -> tuple[list[Frame], list[Frame]]:
     """Both sides up to where a cut trace ends: what its process did not live to do is not missing."""
     if left.cut == right.cut:
         return left.frames, right.frames

@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.checkpoint.exchange import StoreExchange
-from lockstep.checkpoint.save import Mark, Written
+from lockstep.checkpoint.save import Mark, SavedFiles
 from lockstep.errors import CheckpointError
 from lockstep.job_store.signed_store import SignedStore
-from lockstep.storage.manifest import Entry
+from lockstep.storage.manifest import ManifestEntry
 
 SECRET = "secret"
 WRITTEN: dict[tuple[int, int], set[str]] = {}
@@ -86,14 +86,14 @@ def test_an_answer_that_never_comes_is_an_error(store: Any) -> None:
         first({"house": 0}, "testing")
 
 
-def written() -> Written:
-    entry = Entry(size=3, chunks=("0" * 32,))
+def written() -> SavedFiles:
+    entry = ManifestEntry(size=3, chunks=("0" * 32,))
     mark = Mark(generation=2, number=7, digest=2**63 + 1, checksums=b"\x00\xff")
-    return Written(house=1, answer={"model.safetensors": entry}, mark=mark)
+    return SavedFiles(house=1, answer={"model.safetensors": entry}, mark=mark)
 
 
 def test_what_a_rank_has_written_travels() -> None:
-    assert Written.parse(written().to_json(), 0) == written()
+    assert SavedFiles.parse(written().to_json(), 0) == written()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_what_a_rank_has_written_travels() -> None:
 )
 def test_what_is_nothing_of_the_kind_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="What rank 3 said of the checkpoint"):
-        Written.parse({**written().to_json(), **change}, 3)
+        SavedFiles.parse({**written().to_json(), **change}, 3)
     for nothing in (None, 5, "x", [], {}):
         with pytest.raises(CheckpointError):
-            Written.parse(nothing, 3)
+            SavedFiles.parse(nothing, 3)

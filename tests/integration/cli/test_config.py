@@ -245,7 +245,7 @@ def test_a_broken_file_is_shown_and_replaced_only_when_asked(terminal: Callable[
 # ---------------------------------------------------------------- the questions, on machines that are not here
 
 
-class Script(config.Questions):
+class Script(config.Wizard):
     """Answers by the beginning of the question; what is not in the script takes the default."""
 
     def __init__(self, **given: Any) -> None:

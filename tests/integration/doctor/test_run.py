@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.doctor import checks as room
-from lockstep.doctor.checks import CHECKS, Check
+from lockstep.doctor.checks import CHECKS, DoctorCheck
 from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding, exit_code, worst
 from lockstep.doctor.run import look, run_checks
@@ -48,8 +48,8 @@ def patients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "__path__", [*room.__path__, str(tmp_path)])
 
 
-def check(name: str, limit: float = 20.0) -> Check:
-    return Check(name=name, place=f"patients:{name}", limit=limit)
+def check(name: str, limit: float = 20.0) -> DoctorCheck:
+    return DoctorCheck(name=name, place=f"patients:{name}", limit=limit)
 
 
 def test_one_that_hangs_breaks_or_dies_is_told_and_the_rest_answers(patients: None) -> None:
@@ -88,13 +88,13 @@ def _children() -> set[str]:
 
 
 def test_a_check_that_is_not_there_is_a_finding() -> None:
-    (finding,) = look(Check(name="lost", place="nowhere:nothing"), Situation())
+    (finding,) = look(DoctorCheck(name="lost", place="nowhere:nothing"), Situation())
     assert finding.status == "warning"
     assert "ModuleNotFoundError" in finding.what
 
 
 @pytest.mark.parametrize("each", CHECKS, ids=lambda each: each.name)
-def test_every_check_of_the_list_exists_and_has_a_limit(each: Check) -> None:
+def test_every_check_of_the_list_exists_and_has_a_limit(each: DoctorCheck) -> None:
     import importlib
 
     module, _, function = each.place.partition(":")
@@ -124,5 +124,5 @@ def test_a_finding_travels() -> None:
 
 def test_signals_are_as_they_were() -> None:
     before = signal.getsignal(signal.SIGCHLD)
-    run_checks(Situation(), [Check(name="kernel", place="kernel:version")])
+    run_checks(Situation(), [DoctorCheck(name="kernel", place="kernel:version")])
     assert signal.getsignal(signal.SIGCHLD) is before

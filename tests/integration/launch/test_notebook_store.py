@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import ConfigError, TopologyError
 from lockstep.launch import notebook_store
-from lockstep.launch.notebook_store import Meeting, Nodes
+from lockstep.launch.notebook_store import Nodes, NotebookStore
 from tests.ranks import free_port
 
 
@@ -19,8 +19,8 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     return free_port()
 
 
-def machine(rank: int, port: int, patience: float, secret: str = "") -> Meeting:
-    return Meeting(
+def machine(rank: int, port: int, patience: float, secret: str = "") -> NotebookStore:
+    return NotebookStore(
         Nodes(number=2, rank=rank, processes=1, address="127.0.0.1", port=port, fixed_port=True, patience=patience),
         secret,
     )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lockstep.storage import hashing, manifest
-from lockstep.storage.manifest import Entry, Manifest
+from lockstep.storage.manifest import Manifest, ManifestEntry
 
 Kind = Callable[[Path], str]
 """Damages a folder; the name of the file that an error has to name."""
@@ -57,7 +57,7 @@ def sign(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name != manifest.NAME:
             size, chunks = hashing.hash_file(path)
-            files[path.name] = Entry(size=size, chunks=chunks)
+            files[path.name] = ManifestEntry(size=size, chunks=chunks)
     (folder / manifest.NAME).write_bytes(Manifest(files=files, about=about).dump())
 
 

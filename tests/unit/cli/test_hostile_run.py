@@ -20,7 +20,7 @@ from lockstep.cli import bundle, main, stacks
 from lockstep.doctor.net import findings, html
 from lockstep.launch import failure_report
 from lockstep.optim import run_summary_file
-from lockstep.optim.run_summary import Record
+from lockstep.optim.run_summary import RunSummary
 from lockstep.traces.html import write_page
 from lockstep.traces.read_trace import open_run
 from tests.browser import BROWSER, WHY_NOT, Page
@@ -216,7 +216,7 @@ def test_json_that_is_deep_or_large_or_no_file(
             os.mkfifo(tmp_path / name)
         else:
             (tmp_path / name).write_text(text)
-    record = Record(
+    record = RunSummary(
         per_process=8, processes=2, accumulation=1, learning_rate=0.1, seed=1, precision="no", lockstep="1", torch="2",
         time="",
     )  # fmt: skip

@@ -12,11 +12,11 @@ import torch
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Subset
 
-from lockstep.data.audit import Audit, Report, _identity, _resolve, count, judge
-from lockstep.data.global_batch import Round
+from lockstep.data.audit import Audit, RankAudit, _identity, _resolve, count, judge
+from lockstep.data.global_batch import GlobalBatch
 from lockstep.job_store.signed_store import SignedStore
 
-FINE = Report(length=6, bottom=6, identity="", presharded=False, complete=True, repeated=0)
+FINE = RankAudit(length=6, bottom=6, identity="", presharded=False, complete=True, repeated=0)
 
 
 def counts(*numbers: int) -> torch.Tensor:
@@ -97,11 +97,11 @@ def test_of_different_epochs_the_counts_are_not_compared() -> None:
 def audit_of(dataset: Any, seen: list[int]) -> Audit:
     audit = Audit.of(DataLoader(dataset, batch_size=2), "a loader", 0)
     assert audit is not None
-    audit.saw(Round(start=0, rows=(len(seen),), real=(len(seen),), ids=tuple(seen)), 0)
+    audit.saw(GlobalBatch(start=0, rows=(len(seen),), real=(len(seen),), ids=tuple(seen)), 0)
     return audit
 
 
-def result_of(seen: list[int], world_size: int) -> tuple[Report, bytes]:
+def result_of(seen: list[int], world_size: int) -> tuple[RankAudit, bytes]:
     result = audit_of(list(range(1000)), seen)._result(world_size)
     assert result is not None
     return result

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.metrics import Joiner, Share, _pack, _Parcel, form_of
+from lockstep.data.metrics import BatchCounts, Joiner, _pack, _PackedTensor, form_of
 from lockstep.errors import DistributedOperationException
 
 
@@ -30,15 +30,15 @@ class Answer:
 
 
 @st.composite
-def shares(draw: st.DrawFn) -> Share:
+def shares(draw: st.DrawFn) -> BatchCounts:
     """Any round: uneven batches, ranks with nothing but repeats, but at least one real sample."""
     rows = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
     real = [draw(st.integers(0, count)) for count in rows]
     real[0] = max(real[0], 1)
-    return Share(tuple(rows), tuple(real))
+    return BatchCounts(tuple(rows), tuple(real))
 
 
-def names(share: Share, per_sample: int = 1) -> tuple[list[list[str]], list[str]]:
+def names(share: BatchCounts, per_sample: int = 1) -> tuple[list[list[str]], list[str]]:
     """For each rank the names of its items, and those that are of real samples."""
     each = [
         [f"rank {rank} sample {number} item {item}" for number in range(rows) for item in range(per_sample)]
@@ -49,7 +49,7 @@ def names(share: Share, per_sample: int = 1) -> tuple[list[list[str]], list[str]
 
 
 @given(shares(), st.integers(0, 3))
-def test_samples_that_are_repeats_are_dropped_and_no_others(share: Share, per_sample: int) -> None:
+def test_samples_that_are_repeats_are_dropped_and_no_others(share: BatchCounts, per_sample: int) -> None:
     each, real = names(share, per_sample)
     joiner = Joiner(share)
     assert joiner.join(each) == real
@@ -63,7 +63,7 @@ def test_samples_that_are_repeats_are_dropped_and_no_others(share: Share, per_sa
 def test_items_of_a_padded_short_batch_are_dropped(size: int, ranks: int, per_sample: int, data: st.DataObject) -> None:
     left = data.draw(st.integers(1, size * ranks))
     rows = [min(size, left - rank * size) for rank in range(ranks) if left > rank * size]  # even_batches=False
-    share = Share(tuple(rows), tuple(rows), size)
+    share = BatchCounts(tuple(rows), tuple(rows), size)
     padded = [size * per_sample] * len(rows)
     assert share.kept([count * per_sample for count in rows], per_sample) == tuple(count * per_sample for count in rows)
     assert share.kept(padded, per_sample) == tuple(count * per_sample for count in rows)
@@ -75,7 +75,7 @@ def test_items_of_a_padded_short_batch_are_dropped(size: int, ranks: int, per_sa
 
 
 @given(shares(), st.lists(st.integers(0, 12), min_size=5, max_size=5))
-def test_what_fits_no_sample_is_kept_and_complained_about(share: Share, lengths: list[int]) -> None:
+def test_what_fits_no_sample_is_kept_and_complained_about(share: BatchCounts, lengths: list[int]) -> None:
     counts = lengths[: len(share.rows)]
     fits = share.real == share.rows or any(counts == [multiple * rows for rows in share.rows] for multiple in range(13))
     joiner = Joiner(share)
@@ -90,7 +90,7 @@ def test_what_fits_no_sample_is_kept_and_complained_about(share: Share, lengths:
 
 
 @given(shares())
-def test_one_value_per_rank_is_passed_without_complaint_only_if_its_mean_is_right(share: Share) -> None:
+def test_one_value_per_rank_is_passed_without_complaint_only_if_its_mean_is_right(share: BatchCounts) -> None:
     # So unlike each other, and exact, that means agree only when every real sample counts the same.
     losses = [[Fraction(10 ** (7 * rank + number)) for number in range(rows)] for rank, rows in enumerate(share.rows)]
     means = [sum(part) / len(part) for part in losses]
@@ -107,7 +107,7 @@ def test_one_value_per_rank_is_passed_without_complaint_only_if_its_mean_is_righ
 
 
 def test_a_name_or_flag_per_rank_is_no_average() -> None:
-    joiner = Joiner(Share((2, 2, 2), (2, 1, 0)))
+    joiner = Joiner(BatchCounts((2, 2, 2), (2, 1, 0)))
     assert joiner.join([{"split": "test", "done": True}] * 3) == {"split": ["test"] * 2, "done": [True, True]}
     assert not joiner.complaints
     assert joiner.join([{"loss": np.float32(1.0)}] * 3) == {"loss": [1.0, 1.0]}
@@ -162,7 +162,7 @@ def test_forms(value: Any, form: str, as_objects: str) -> None:
 
 
 def test_nested_structures_are_joined_field_by_field() -> None:
-    share = Share((2, 2), (2, 1))
+    share = BatchCounts((2, 2), (2, 1))
 
     def part(rank: int) -> Any:
         mark = "ab"[rank]
@@ -186,7 +186,7 @@ def test_nested_structures_are_joined_field_by_field() -> None:
 
 def test_as_objects_tensors_in_a_list_belong_to_single_samples() -> None:
     parts = [[torch.ones(3), torch.ones(1)], [torch.zeros(2), torch.zeros(5)]]
-    joined = Joiner(Share((2, 2), (2, 1)), as_objects=True).join(parts)
+    joined = Joiner(BatchCounts((2, 2), (2, 1)), as_objects=True).join(parts)
     assert [tensor.tolist() for tensor in joined] == [[1.0] * 3, [1.0], [0.0] * 2]
 
 
@@ -223,7 +223,7 @@ def test_ranks_with_different_structures(parts: list[Any], named: str) -> None:
 )
 def test_a_tensor_among_objects_arrives_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randint(0, 2, shape).to(dtype)
-    arrived = pickle.loads(pickle.dumps(_Parcel(tensor))).open(torch.device("cpu"))
+    arrived = pickle.loads(pickle.dumps(_PackedTensor(tensor))).open(torch.device("cpu"))
     assert (arrived.dtype, arrived.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(arrived, tensor)
 
@@ -233,12 +233,12 @@ def test_unusual_tensors_among_objects() -> None:
     with torch.inference_mode():
         inferred = torch.ones(2)
     for tensor in (base, base.t(), base[:, 1], base[:1].expand(3, 4), base.to_sparse(), inferred):
-        arrived = _Parcel(tensor).open(torch.device("cpu"))
+        arrived = _PackedTensor(tensor).open(torch.device("cpu"))
         assert not arrived.requires_grad
         assert torch.equal(arrived, tensor.detach().to_dense())
     complex_ = torch.tensor([1 + 2j]).conj()
-    assert torch.equal(_Parcel(complex_).open(torch.device("cpu")), complex_)
-    assert len(pickle.dumps(_Parcel(torch.ones(1_000_000)[:2]))) < 1000
+    assert torch.equal(_PackedTensor(complex_).open(torch.device("cpu")), complex_)
+    assert len(pickle.dumps(_PackedTensor(torch.ones(1_000_000)[:2]))) < 1000
 
 
 def test_what_can_only_be_iterated_travels_as_a_list() -> None:

@@ -21,7 +21,7 @@ from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
 from lockstep.data import shards
 from lockstep.data.dispatch import _deal
-from lockstep.data.global_batch import Round
+from lockstep.data.global_batch import GlobalBatch
 from lockstep.data.iteration import Iteration
 from lockstep.data.loader import PreparedDataLoader
 from tests.unit.data.ranks import prepare, values
@@ -135,7 +135,7 @@ def steps_of(loaders: list[PreparedDataLoader]) -> list[list[Step]]:
     iteration._begin(inner, shard)
     places = iteration.places
     hands: list[list[Step]] = [[] for _ in loaders]
-    read: deque[tuple[Round, Any]] = deque()
+    read: deque[tuple[GlobalBatch, Any]] = deque()
     for parcels in _deal(iteration._shares(inner, shard, read), ranks, loader.even_batches):
         for rank, parcel in enumerate(parcels):
             for batch, round_, _ in parcel:

@@ -13,7 +13,7 @@ import pytest
 from lockstep.doctor import mpi, ssh
 from lockstep.doctor.finding import Finding
 from lockstep.errors import ConfigError
-from lockstep.launch.mpi import INTEL, MPICH, OPEN_MPI, Host
+from lockstep.launch.mpi import INTEL, MPICH, OPEN_MPI, MpiHost
 
 OPEN_MPI_SAYS = "mpirun (Open MPI) 4.1.4"
 HYDRA_SAYS = "HYDRA build details:\\n    Version: 4.0.2"
@@ -102,7 +102,7 @@ def test_an_mpirun_that_a_signal_has_ended_is_called_once_more(
 
 
 def test_the_guides_command_in_each_dialect() -> None:
-    hosts = [Host(name="a"), Host(name="b")]
+    hosts = [MpiHost(name="a"), MpiHost(name="b")]
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     for hydra in (MPICH, INTEL):
         shown = mpi.sanity_command("mpirun", hydra, "H", hosts)
@@ -155,7 +155,7 @@ def test_hosts_that_are_not_there_are_told_apart(tmp_path: Path, environ: dict[s
     ],
 )
 def test_what_to_type(err: str, fix: str) -> None:
-    to = ssh.Target(host="node1", name="node1", port=2222, user="me")
+    to = ssh.SshTarget(host="node1", name="node1", port=2222, user="me")
     assert fix in ssh.remedy(ssh.Answer(code=255, err=err), to)
     assert ssh.remedy(ssh.Answer(code=255, err=err), to, by="node0").startswith("on node0: ")
 

@@ -8,7 +8,7 @@ import pytest
 import tomllib
 
 from lockstep.doctor.nccl import knowledge, message
-from lockstep.doctor.nccl.knowledge import Entry, Knowledge
+from lockstep.doctor.nccl.knowledge import Knowledge, LogPattern
 from lockstep.errors import ConfigError
 
 KNOWLEDGE = knowledge.load()
@@ -31,12 +31,12 @@ def test_there_are_enough_entries() -> None:
 
 
 @pytest.mark.parametrize(("entry", "line"), EXAMPLES, ids=[f"{entry.id}-{len(line)}" for entry, line in EXAMPLES])
-def test_an_example_belongs_to_one_entry(entry: Entry, line: str) -> None:
+def test_an_example_belongs_to_one_entry(entry: LogPattern, line: str) -> None:
     assert [other.id for other in KNOWLEDGE.entries if other.regex.search(line)] == [entry.id]
 
 
 @pytest.mark.parametrize(("entry", "line"), EXAMPLES, ids=[f"{entry.id}-{len(line)}" for entry, line in EXAMPLES])
-def test_an_example_is_found_the_way_a_log_is_read(entry: Entry, line: str) -> None:
+def test_an_example_is_found_the_way_a_log_is_read(entry: LogPattern, line: str) -> None:
     said = message.parse(line.encode())
     # The text after torch's `Last error:` has nothing of NCCL in it, and is read because of the line before.
     if said.level or not line.startswith(("Duplicate GPU", "socketProgressOpt", "Failed to bind")):
@@ -48,7 +48,7 @@ def test_an_example_is_found_the_way_a_log_is_read(entry: Entry, line: str) -> N
 
 
 @pytest.mark.parametrize("entry", KNOWLEDGE.entries, ids=lambda entry: entry.id)
-def test_an_entry_is_fit_to_be_read(entry: Entry) -> None:
+def test_an_entry_is_fit_to_be_read(entry: LogPattern) -> None:
     assert entry.meaning.endswith(".")
     assert "please" not in entry.meaning.lower()
     assert entry.source.startswith("https://")

@@ -14,7 +14,7 @@ from lockstep.cli import doctor, doctor_nccl
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.nccl import knowledge, log_parser, report
 from lockstep.doctor.nccl.findings import findings
-from lockstep.doctor.nccl.log_parser import Teller, transport
+from lockstep.doctor.nccl.log_parser import LogParser, transport
 from lockstep.doctor.nccl.read import Reading, read
 from lockstep.errors import ConfigError
 from tests.unit.doctor.nccl_logs import rank_log
@@ -260,7 +260,7 @@ def test_a_message_behind_a_progress_bar(tmp_path: Path) -> None:
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PROBLEMS", "UNKNOWN", "PAIRS", "COMMUNICATORS", "FACTS", "PROCESSES"):
         monkeypatch.setattr(log_parser, f"_MOST_{name}", 20)
-    taking = Teller(knowledge.load())
+    taking = LogParser(knowledge.load())
     for n in range(100):
         where = f"node{n}:{n}:{n} [0]"
         word = "".join(chr(97 + int(digit)) for digit in str(n))
@@ -304,7 +304,7 @@ NOISE = st.one_of(
 @settings(max_examples=150, deadline=None)
 @given(st.lists(NOISE, max_size=60), st.randoms(use_true_random=False))
 def test_nothing_in_a_log_can_break_the_reading(lines: list[str], chance: random.Random) -> None:
-    taking = Teller(knowledge.load())
+    taking = LogParser(knowledge.load())
     for number, line in enumerate(lines):
         raw = line.encode("utf-8", "surrogatepass")
         if chance.random() < 0.3 and raw:  # cut off, doubled, or with a hole in it

@@ -9,17 +9,17 @@ from torch import nn
 from lockstep.cli.estimate import DTYPES
 from lockstep.errors import ConfigError, UsageError
 from lockstep.estimate import find_model
-from lockstep.estimate.estimate import PRECISIONS, Report, estimate
+from lockstep.estimate.estimate import PRECISIONS, ModelEstimate, estimate
 from lockstep.utils import estimate_memory
 
 
-def found(model: nn.Module | None = None) -> find_model.Found:
+def found(model: nn.Module | None = None) -> find_model.FoundModel:
     with torch.device("meta"):
         model = model or nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 4))
     return find_model._of_module("here", model)
 
 
-def work_out(*dtypes: str, sizes: tuple[int, ...] = (4, 8), **options: Any) -> Report:
+def work_out(*dtypes: str, sizes: tuple[int, ...] = (4, 8), **options: Any) -> ModelEstimate:
     return estimate(found(), dtypes=dtypes, batch_sizes=sizes, batch=lambda size: torch.zeros(size, 16), **options)
 
 

@@ -88,7 +88,7 @@ TENSORS = {
 }
 
 
-def shapes(found: find_model.Found) -> dict[str, tuple[int, ...]]:
+def shapes(found: find_model.FoundModel) -> dict[str, tuple[int, ...]]:
     return {weight.name: weight.shape for weight in found.weights}
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.blackbox.step_clock import StepClock
 from lockstep.guard import straggler
-from lockstep.guard.straggler import STEPS, Questions, Slow, all_wait, find_slow, own_times
+from lockstep.guard.straggler import STEPS, QuestionSchedule, Slow, all_wait, find_slow, own_times
 
 
 def box(rank: int, steps: list[tuple[float, ...]], world_size: int = 2, **more: object) -> Snapshot:
@@ -188,7 +188,7 @@ def test_whoever_is_slow_enough_to_be_named_makes_the_other_machines_ask(
 
 
 def test_questions_become_seldom() -> None:
-    questions, asked = Questions(), []
+    questions, asked = QuestionSchedule(), []
     for now in range(4 * 3600):
         if questions.due(True, float(now)):
             asked.append(now)
@@ -198,5 +198,5 @@ def test_questions_become_seldom() -> None:
 
 
 def test_a_wait_that_passes_asks_nothing() -> None:
-    questions = Questions()
+    questions = QuestionSchedule()
     assert not any(questions.due(now % 3 > 0, float(now)) for now in range(1000))

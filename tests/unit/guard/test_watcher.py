@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.guard import watcher
-from lockstep.guard.watcher import Found, Watcher
+from lockstep.guard.watcher import RenderedDiagnosis, Watcher
 from lockstep.rundir.layout import RunDirectory
 
 
@@ -17,7 +17,7 @@ def test_a_look_that_fails_is_told_once_and_the_next_one_is_made(
 ) -> None:
     looks: list[int] = []
 
-    def look(self: Watcher) -> Found | None:
+    def look(self: Watcher) -> RenderedDiagnosis | None:
         looks.append(1)
         raise OSError("no such box")
 

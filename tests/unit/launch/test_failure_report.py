@@ -8,11 +8,11 @@ import pytest
 
 from lockstep.launch import failure_report
 from lockstep.launch.failure_report import Exit, in_words, one_line, tell
-from lockstep.rundir.crash_report import LastWords
+from lockstep.rundir.crash_report import CrashReport
 from tests.unit.guard.boxes import box
 
 
-def words(rank: int, **more: Any) -> LastWords:
+def words(rank: int, **more: Any) -> CrashReport:
     given = {
         "rank": rank,
         "local_rank": rank,
@@ -27,7 +27,7 @@ def words(rank: int, **more: Any) -> LastWords:
         "follows": False,
         "cause_rank": None,
     }
-    return LastWords(**{**given, **more})
+    return CrashReport(**{**given, **more})
 
 
 def ended(rank: int, code: int, **more: Any) -> Exit:

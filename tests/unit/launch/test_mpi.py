@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.launch import mpi
-from lockstep.launch.mpi import Dialect, Host, Job
+from lockstep.launch.mpi import Dialect, MpiHost, MpiJob
 
 OPEN_MPI_4 = "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
 OPEN_MPI_5 = "mpirun (Open MPI) 5.0.3\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
@@ -53,7 +53,7 @@ def test_another_mpirun_is_refused_with_the_names_of_those_known(text: str, show
     assert "Open MPI, Intel MPI, MVAPICH, MPICH" in message
 
 
-JOB = Job(hosts=["a", "b"], per_machine=2, env={"X": "1 2", "Y": "z"}, inherited=["NCCL_DEBUG"], as_root=False)
+JOB = MpiJob(hosts=["a", "b"], per_machine=2, env={"X": "1 2", "Y": "z"}, inherited=["NCCL_DEBUG"], as_root=False)
 
 
 def test_open_mpi() -> None:
@@ -64,7 +64,7 @@ def test_open_mpi() -> None:
 
 
 def test_open_mpi_lets_root_only_when_told() -> None:
-    job = Job(hosts=["a"], per_machine=1, env={}, inherited=[], as_root=True)
+    job = MpiJob(hosts=["a"], per_machine=1, env={}, inherited=[], as_root=True)
     assert "--allow-run-as-root" in mpi.command(mpi.OPEN_MPI, "mpirun", job, ["x"])
 
 
@@ -88,23 +88,26 @@ def written(tmp_path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
-        ("node1\nnode2\n", [Host(name="node1"), Host(name="node2")]),
-        ("node1 slots=2\nnode2 slots = 4 max_slots=8", [Host(name="node1", slots=2), Host(name="node2", slots=4)]),
-        ("node1 max-slots=3", [Host(name="node1", slots=3)]),
-        ("node1:2\r\n10.0.0.2:3\r\n", [Host(name="node1", slots=2), Host(name="10.0.0.2", slots=3)]),
-        ("# all of them\n\n  a.example.org # the first\n\tb\n", [Host(name="a.example.org"), Host(name="b")]),
+        ("node1\nnode2\n", [MpiHost(name="node1"), MpiHost(name="node2")]),
+        (
+            "node1 slots=2\nnode2 slots = 4 max_slots=8",
+            [MpiHost(name="node1", slots=2), MpiHost(name="node2", slots=4)],
+        ),
+        ("node1 max-slots=3", [MpiHost(name="node1", slots=3)]),
+        ("node1:2\r\n10.0.0.2:3\r\n", [MpiHost(name="node1", slots=2), MpiHost(name="10.0.0.2", slots=3)]),
+        ("# all of them\n\n  a.example.org # the first\n\tb\n", [MpiHost(name="a.example.org"), MpiHost(name="b")]),
         (
             "fd00::1\n[fd00::2]:4\n[fd00::3]",
-            [Host(name="fd00::1"), Host(name="fd00::2", slots=4), Host(name="fd00::3")],
+            [MpiHost(name="fd00::1"), MpiHost(name="fd00::2", slots=4), MpiHost(name="fd00::3")],
         ),
         (
             "fe80::1%eth0\n::1\nnode-1.example.org.\n_gw\n10.0.0.1",
-            [Host(name=name) for name in ("fe80::1%eth0", "::1", "node-1.example.org.", "_gw", "10.0.0.1")],
+            [MpiHost(name=name) for name in ("fe80::1%eth0", "::1", "node-1.example.org.", "_gw", "10.0.0.1")],
         ),
-        ("a slots=1\nb\na slots=2\nb", [Host(name="a", slots=3), Host(name="b")]),
+        ("a slots=1\nb\na slots=2\nb", [MpiHost(name="a", slots=3), MpiHost(name="b")]),
     ],
 )
-def test_host_files_of_all_dialects_are_read(tmp_path: Path, text: str, hosts: list[Host]) -> None:
+def test_host_files_of_all_dialects_are_read(tmp_path: Path, text: str, hosts: list[MpiHost]) -> None:
     assert mpi.read_hostfile(written(tmp_path, text)) == hosts
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from lockstep.config.launch import resolve_launch
 from lockstep.errors import ConfigError
 from lockstep.host import hardware, network
-from lockstep.launch.plan import Plan, Target, make_plan
+from lockstep.launch.plan import LaunchPlan, LaunchTarget, make_plan
 
-CODE = Target(script="train", kind="module", args=("--lr", "1"))
+CODE = LaunchTarget(script="train", kind="module", args=("--lr", "1"))
 """A target whose existence is not looked at."""
 
 
@@ -27,9 +27,9 @@ def plan(
     environ: Mapping[str, str] | None = None,
     file: Mapping[str, Any] | None = None,
     devices: int = 0,
-    target: Target = CODE,
+    target: LaunchTarget = CODE,
     **more: Any,
-) -> Plan:
+) -> LaunchPlan:
     """The plan on a machine with so many GPUs."""
     environ = environ or {}
     options = resolve_launch(flags or {}, environ, file or {}, "config.yaml")
@@ -172,15 +172,15 @@ def test_one_process_keeps_all_cores() -> None:
 @pytest.mark.parametrize(
     ("target", "argv"),
     [
-        (Target(script="a b.py", args=("-x",)), (sys.executable, "-m", "lockstep.launch.worker", "a b.py", "-x")),
+        (LaunchTarget(script="a b.py", args=("-x",)), (sys.executable, "-m", "lockstep.launch.worker", "a b.py", "-x")),
         (
-            Target(script="pkg.mod", args=("-x",), kind="module"),
+            LaunchTarget(script="pkg.mod", args=("-x",), kind="module"),
             (sys.executable, "-m", "lockstep.launch.worker", "-m", "pkg.mod", "-x"),
         ),
-        (Target(script="bash", args=("-c", "x"), kind="program"), ("bash", "-c", "x")),
+        (LaunchTarget(script="bash", args=("-c", "x"), kind="program"), ("bash", "-c", "x")),
     ],
 )
-def test_the_command_of_a_rank(target: Target, argv: tuple[str, ...]) -> None:
+def test_the_command_of_a_rank(target: LaunchTarget, argv: tuple[str, ...]) -> None:
     assert target.argv() == argv
 
 
@@ -188,13 +188,13 @@ def test_targets_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.py").mkdir()
     (tmp_path / "train.py").touch()
-    assert refusal({}, target=Target(script="nothing.py")) == [
+    assert refusal({}, target=LaunchTarget(script="nothing.py")) == [
         f"The script 'nothing.py' does not exist (looked in {tmp_path})."
     ]
-    assert "is a folder" in refusal({}, target=Target(script="folder.py"))[0]
-    assert "not found on the path" in refusal({}, target=Target(script="no-such-program", kind="program"))[0]
-    assert plan(target=Target(script="train.py")).kind == "alone"
-    assert plan(target=Target(script="sh", kind="program")).argv == ("sh",)
+    assert "is a folder" in refusal({}, target=LaunchTarget(script="folder.py"))[0]
+    assert "not found on the path" in refusal({}, target=LaunchTarget(script="no-such-program", kind="program"))[0]
+    assert plan(target=LaunchTarget(script="train.py")).kind == "alone"
+    assert plan(target=LaunchTarget(script="sh", kind="program")).argv == ("sh",)
 
 
 # --- contradictions ----------------------------------------------------------------------------------------------
@@ -238,11 +238,11 @@ def test_what_cannot_be_done(flags: dict[str, Any], text: str) -> None:
 
 
 def test_all_contradictions_at_once() -> None:
-    assert len(refusal({"num_processes": 0, "tee": "9"}, target=Target(script="nothing.py"))) == 3
+    assert len(refusal({"num_processes": 0, "tee": "9"}, target=LaunchTarget(script="nothing.py"))) == 3
     found = refusal(
         {"cpu": True, "multi_gpu": True, "gpu_ids": "1", "mixed_precision": "fp8", "machine_rank": 3},
         refused=["said before"],
-        target=Target(script="nothing.py"),
+        target=LaunchTarget(script="nothing.py"),
     )
     assert found[0] == "said before"
     assert len(found) == 6

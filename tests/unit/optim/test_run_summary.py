@@ -18,10 +18,10 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 
 from lockstep import Accelerator, ProjectConfiguration, set_seed
 from lockstep.optim import run_summary_file
-from lockstep.optim.run_summary import Record, compare, record_of, restored
+from lockstep.optim.run_summary import RunSummary, compare, record_of, restored
 
 
-def record(per_process: int | None = 16, processes: int = 2, accumulation: int = 2, **changes: Any) -> Record:
+def record(per_process: int | None = 16, processes: int = 2, accumulation: int = 2, **changes: Any) -> RunSummary:
     values: dict[str, Any] = {
         "learning_rate": 0.001,
         "seed": 42,
@@ -30,7 +30,7 @@ def record(per_process: int | None = 16, processes: int = 2, accumulation: int =
         "torch": "2",
         "time": "2026-01-01T00:00:00+00:00",
     }
-    return Record(per_process=per_process, processes=processes, accumulation=accumulation, **{**values, **changes})
+    return RunSummary(per_process=per_process, processes=processes, accumulation=accumulation, **{**values, **changes})
 
 
 # ---------------------------------------------------------------- the line
@@ -56,7 +56,7 @@ def record(per_process: int | None = 16, processes: int = 2, accumulation: int =
         ),
     ],
 )
-def test_the_line(given_record: Record, line: str) -> None:
+def test_the_line(given_record: RunSummary, line: str) -> None:
     assert given_record.line() == line
 
 
@@ -98,7 +98,7 @@ def test_a_record_of_groups_with_different_rates() -> None:
         (record(16, learning_rate=None), record(32), ["see whether the learning rate fits"]),
     ],
 )
-def test_another_effective_batch(before: Record, now: Record, words: list[str]) -> None:
+def test_another_effective_batch(before: RunSummary, now: RunSummary, words: list[str]) -> None:
     text = compare(before, now)
     assert text is not None
     assert [word for word in words if word not in text] == []
@@ -113,7 +113,7 @@ def test_another_effective_batch(before: Record, now: Record, words: list[str]) 
         (record(), record(None)),
     ],
 )
-def test_nothing_to_say(before: Record, now: Record) -> None:
+def test_nothing_to_say(before: RunSummary, now: RunSummary) -> None:
     assert compare(before, now) is None
 
 
@@ -130,7 +130,7 @@ records = st.builds(
 
 
 @given(effective_batch=st.integers(1, 5000), now=records)
-def test_what_is_advised_gives_the_batch_back(effective_batch: int, now: Record) -> None:
+def test_what_is_advised_gives_the_batch_back(effective_batch: int, now: RunSummary) -> None:
     found = restored(effective_batch, now)
     if found is None:
         assert effective_batch % now.processes != 0
@@ -148,7 +148,7 @@ def test_what_is_advised_gives_the_batch_back(effective_batch: int, now: Record)
 
 
 @given(before=records, now=records)
-def test_a_difference_names_both_batches_and_one_whole_line(before: Record, now: Record) -> None:
+def test_a_difference_names_both_batches_and_one_whole_line(before: RunSummary, now: RunSummary) -> None:
     text = compare(before, now)
     old, new = before.effective_batch, now.effective_batch
     assert (text is None) == (old is None or new is None or old == new)
@@ -164,10 +164,10 @@ def test_a_difference_names_both_batches_and_one_whole_line(before: Record, now:
 
 
 @given(kept=records)
-def test_a_record_survives_json(kept: Record) -> None:
+def test_a_record_survives_json(kept: RunSummary) -> None:
     values = json.loads(json.dumps(kept.to_dict()))
     assert values["effective_batch"] == kept.effective_batch
-    assert Record.from_dict(values) == kept
+    assert RunSummary.from_dict(values) == kept
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_record_survives_json(kept: Record) -> None:
 )
 def test_what_is_no_record(values: Any, word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        Record.from_dict(values)
+        RunSummary.from_dict(values)
 
 
 # ---------------------------------------------------------------- the file

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from lockstep.config import env
 from lockstep.errors import DataError, PeerFailure, TopologyError
 from lockstep.rundir import crash_report, files
-from lockstep.rundir.crash_report import LastWords, first_failure, read_all, write
+from lockstep.rundir.crash_report import CrashReport, first_failure, read_all, write
 from lockstep.rundir.layout import RunDirectory
 
 LIMIT = 60
 
 
-def told(error: BaseException | Callable[[], object], rank: int = 0) -> LastWords:
+def told(error: BaseException | Callable[[], object], rank: int = 0) -> CrashReport:
     """The last words of a rank that the error ends."""
     try:
         if isinstance(error, BaseException):
@@ -38,8 +38,8 @@ def told(error: BaseException | Callable[[], object], rank: int = 0) -> LastWord
     raise AssertionError("nothing was raised")
 
 
-def some(rank: int = 0, **changes: object) -> LastWords:
-    plain = LastWords(
+def some(rank: int = 0, **changes: object) -> CrashReport:
+    plain = CrashReport(
         rank=rank,
         local_rank=rank,
         host="here",
@@ -103,7 +103,7 @@ def test_what_an_error_came_from_is_told_too() -> None:
     assert text.index("KeyError: 'first'") < text.index("direct cause") < text.index("ValueError: second")
 
 
-def run_as_module(tmp_path: Path, script: str) -> LastWords:
+def run_as_module(tmp_path: Path, script: str) -> CrashReport:
     """The last words of a process whose script is run by the standard library, as ranks' scripts are."""
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "broken.py").write_text("x = 1\nif :\n")
@@ -393,7 +393,7 @@ def test_a_reader_never_sees_half_of_them(tmp_path: Path) -> None:
     ],
 )
 def test_the_first_failure(
-    said: list[LastWords], exits: dict[int, int], stopped: tuple[int, ...], first: int | None
+    said: list[CrashReport], exits: dict[int, int], stopped: tuple[int, ...], first: int | None
 ) -> None:
     assert first_failure(said, exits, stopped) == first
 
@@ -416,7 +416,7 @@ SAID = st.lists(
 
 @given(SAID, st.dictionaries(RANKS, CODES), st.sets(RANKS))
 def test_a_cause_is_never_passed_over_for_a_consequence(
-    said: list[LastWords], exits: dict[int, int], stopped: set[int]
+    said: list[CrashReport], exits: dict[int, int], stopped: set[int]
 ) -> None:
     first = first_failure(said, exits, stopped)
     by_rank = {one.rank: one for one in said if exits.get(one.rank) != 0}

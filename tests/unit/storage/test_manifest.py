@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from lockstep.errors import CheckpointError
 from lockstep.storage import hashing, manifest
-from lockstep.storage.manifest import Entry, Manifest, parse
+from lockstep.storage.manifest import Manifest, ManifestEntry, parse
 
 MARK = "0123456789abcdef" * 2
 
 
 def example(files: int = 3) -> Manifest:
-    entries = {f"file_{number}.bin": Entry(size=number + 1, chunks=(MARK,)) for number in range(files)}
+    entries = {f"file_{number}.bin": ManifestEntry(size=number + 1, chunks=(MARK,)) for number in range(files)}
     return Manifest(files=entries, about={"updates": 7, "world_size": 2, "number": None})
 
 
@@ -34,7 +34,8 @@ def test_what_was_written_is_read() -> None:
 @given(st.dictionaries(st.from_regex(r"[a-z]{1,8}(/[a-z]{1,8})?", fullmatch=True), st.integers(0, 1 << 40), min_size=1))
 def test_any_files_are_read_back(sizes: dict[str, int]) -> None:
     files = {
-        name: Entry(size=size, chunks=(MARK,) * hashing.count_chunks(size, 1 << 34)) for name, size in sizes.items()
+        name: ManifestEntry(size=size, chunks=(MARK,) * hashing.count_chunks(size, 1 << 34))
+        for name, size in sizes.items()
     }
     made = Manifest(files=files, chunk=1 << 34)
     assert parse(made.dump()) == made

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class DoctorCheck:
     """One entry of the list."""
 
     name: str
@@ -21,20 +21,20 @@ class Check:
     """Seconds after which it is given up."""
 
 
-CHECKS: tuple[Check, ...] = (
-    Check(name="kernel", place="kernel:version"),
-    Check(name="cores", place="cpu:cores"),
-    Check(name="threads", place="cpu:threads"),
-    Check(name="memory", place="memory:allowed"),
-    Check(name="shared memory", place="memory:shared"),
-    Check(name="limits", place="ulimits:all_of_them"),
-    Check(name="disk", place="disk:room", limit=15.0),
-    Check(name="host name", place="names:own"),
-    Check(name="interfaces", place="network:chosen"),
-    Check(name="IPv6", place="network:ipv6"),
-    Check(name="main port", place="ports:main_port"),
-    Check(name="firewall", place="ports:firewall"),
-    Check(name="accelerators", place="devices:by_torch", limit=60.0),
-    Check(name="GPU health", place="devices:health", limit=20.0),
+CHECKS: tuple[DoctorCheck, ...] = (
+    DoctorCheck(name="kernel", place="kernel:version"),
+    DoctorCheck(name="cores", place="cpu:cores"),
+    DoctorCheck(name="threads", place="cpu:threads"),
+    DoctorCheck(name="memory", place="memory:allowed"),
+    DoctorCheck(name="shared memory", place="memory:shared"),
+    DoctorCheck(name="limits", place="ulimits:all_of_them"),
+    DoctorCheck(name="disk", place="disk:room", limit=15.0),
+    DoctorCheck(name="host name", place="names:own"),
+    DoctorCheck(name="interfaces", place="network:chosen"),
+    DoctorCheck(name="IPv6", place="network:ipv6"),
+    DoctorCheck(name="main port", place="ports:main_port"),
+    DoctorCheck(name="firewall", place="ports:firewall"),
+    DoctorCheck(name="accelerators", place="devices:by_torch", limit=60.0),
+    DoctorCheck(name="GPU health", place="devices:health", limit=20.0),
 )
 """What is looked at, in the order in which it is shown."""

@@ -8,7 +8,7 @@ from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding
 from lockstep.errors import ConfigError
 from lockstep.host import interfaces
-from lockstep.host.interfaces import Choice, Interface
+from lockstep.host.interfaces import Interface, InterfaceChoice
 from lockstep.host.network import route_to
 
 
@@ -37,7 +37,7 @@ def chosen(situation: Situation) -> Iterator[Finding]:
 
 def _one(
     library: str,
-    choice: Choice,
+    choice: InterfaceChoice,
     right: Interface | None,
     present: list[Interface],
     situation: Situation,

@@ -20,7 +20,7 @@ _FILE = "knowledge.yaml"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Entry:
+class LogPattern:
     """One kind of message."""
 
     id: str
@@ -47,23 +47,23 @@ class Entry:
 class Knowledge:
     """All entries, in their order: the first that matches counts."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LogPattern, ...]
     """The entries."""
 
-    def find(self, line: str) -> Entry | None:
+    def find(self, line: str) -> LogPattern | None:
         """The entry for a warning of NCCL's, or for a line of torch's."""
         return _first(self.entries, line)
 
-    def find_info(self, line: str) -> Entry | None:
+    def find_info(self, line: str) -> LogPattern | None:
         """The entry for a line of the level INFO."""
         return _first(self._info, line)
 
     @cached_property
-    def _info(self) -> Sequence[Entry]:
+    def _info(self) -> Sequence[LogPattern]:
         return [entry for entry in self.entries if entry.info]
 
 
-def _first(entries: Iterable[Entry], line: str) -> Entry | None:
+def _first(entries: Iterable[LogPattern], line: str) -> LogPattern | None:
     return next((entry for entry in entries if entry.regex.search(line)), None)
 
 
@@ -94,17 +94,17 @@ def parse(text: str, name: str = _FILE) -> Knowledge:
     return Knowledge(entries=tuple(entries))
 
 
-def _missed(entry: Entry) -> list[str]:
+def _missed(entry: LogPattern) -> list[str]:
     return [line for line in entry.examples if not entry.regex.search(line)]
 
 
-def _entry(raw: Any, number: int, problems: list[str]) -> Entry | None:
+def _entry(raw: Any, number: int, problems: list[str]) -> LogPattern | None:
     if not isinstance(raw, Mapping):
         problems.append(f"entry {number} is no table")
         return None
     name = f"{raw.get('id', f'entry {number}')}"
     before = len(problems)
-    known = {field.name for field in fields(Entry)}
+    known = {field.name for field in fields(LogPattern)}
     needed = known - {"role", "info"}
     problems += [f"{name}: {key} is missing" for key in sorted(needed - set(raw))]
     problems += [f"{name}: {key} is not a key of an entry" for key in sorted(set(map(str, raw)) - known)]
@@ -128,7 +128,7 @@ def _entry(raw: Any, number: int, problems: list[str]) -> Entry | None:
         problems.append(f"{name}: regex is none ({error})")
     if len(problems) > before:
         return None
-    return Entry(
+    return LogPattern(
         id=raw["id"],
         regex=regex,
         level=raw["level"],

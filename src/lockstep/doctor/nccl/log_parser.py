@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from lockstep.doctor.nccl import message
-from lockstep.doctor.nccl.knowledge import Entry, Knowledge
+from lockstep.doctor.nccl.knowledge import Knowledge, LogPattern
 from lockstep.doctor.nccl.log_summary import FOLLOWS, Communicator, Problem, Story
 from lockstep.doctor.nccl.message import Message
 from lockstep.doctor.nccl.watchdog_state import Waiting
@@ -55,7 +55,7 @@ Who = tuple[str, int, int]
 """Machine, process, GPU."""
 
 
-class Teller:
+class LogParser:
     """Takes lines in, and gives the story."""
 
     def __init__(self, knowledge: Knowledge) -> None:
@@ -226,7 +226,7 @@ class Teller:
         if (found["state"] or "").upper() == "COMPLETE":
             group.complete.add(rank)
 
-    _HANDLERS: ClassVar[dict[str, Callable[[Teller, Message, Who], None]]] = {
+    _HANDLERS: ClassVar[dict[str, Callable[[LogParser, Message, Who], None]]] = {
         "NCCL": _version,
         "cudaDriverVersion": _driver,
         "Bootstrap": _meet,
@@ -293,7 +293,7 @@ class Teller:
             return set()
         return known.setdefault(name, {}).setdefault(value, set())
 
-    def _keep(self, entry: Entry | None, log: str, number: int, said: Message, who: Who) -> None:
+    def _keep(self, entry: LogPattern | None, log: str, number: int, said: Message, who: Who) -> None:
         writer: Any = who if said.level else (log, said.rank)
         # Of unknown ones, those that differ in numbers and addresses only are one.
         text = entry.id if entry is not None else re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", said.text)[:200]

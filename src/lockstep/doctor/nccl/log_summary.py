@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lockstep.doctor.nccl.knowledge import Entry
+from lockstep.doctor.nccl.knowledge import LogPattern
 from lockstep.doctor.nccl.watchdog_state import Waiting
 
 UNKNOWN, FOLLOWS = 1, 2
@@ -15,7 +15,7 @@ _WEIGHTS = {"cause": 0, "follows": FOLLOWS}
 class Problem:
     """One kind of trouble on one rank, as it was seen first."""
 
-    entry: Entry | None
+    entry: LogPattern | None
     """What is known about it; None when nothing is."""
     rank: int | None
     """The rank that said it, where that is known."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lockstep.doctor.finding import Finding, Status, exit_code
 from lockstep.doctor.nccl import findings as log_findings
 from lockstep.doctor.nccl import knowledge
-from lockstep.doctor.nccl.log_parser import Teller
+from lockstep.doctor.nccl.log_parser import LogParser
 from lockstep.doctor.nccl.log_summary import Story
 from lockstep.doctor.nccl.message import HINTS
 from lockstep.doctor.nccl.reader import Log, Progress, UnreadableLog, logs_of
@@ -31,7 +31,7 @@ class Reading:
 
 def read(named: Sequence[str], watch: Watch | None = None, logs: Sequence[Log] = ()) -> Reading:
     """Read logs, those that are ``named`` and the given ones, and put their ranks' stories together."""
-    teller = Teller(knowledge.load())
+    teller = LogParser(knowledge.load())
     findings: list[Finding] = []
     names: list[str] = []
     empty: list[str] = []
@@ -66,7 +66,7 @@ def read(named: Sequence[str], watch: Watch | None = None, logs: Sequence[Log] =
     return Reading(logs=tuple(names), story=story, findings=[*findings, *log_findings.findings(story)])
 
 
-def _add(teller: Teller, log: Log, progress: Progress | None) -> None:
+def _add(teller: LogParser, log: Log, progress: Progress | None) -> None:
     for number, raw in log.lines(progress, HINTS):
         teller.add(log.name, number, raw)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lockstep.doctor.net.results import Link, Point
 from lockstep.doctor.net.schedule import Pair
-from lockstep.doctor.net.store_channel import Meeting
+from lockstep.doctor.net.store_channel import StoreChannel
 from lockstep.doctor.net.units import amount
 from lockstep.errors import first_line
 
@@ -35,7 +35,7 @@ class Collective:
     """The ranks that can all talk to each other, as one process group."""
 
     def __init__(
-        self, meeting: Meeting, ranks: Sequence[int], device: torch.device, backend: str, repeats: int = 5
+        self, meeting: StoreChannel, ranks: Sequence[int], device: torch.device, backend: str, repeats: int = 5
     ) -> None:
         self.meeting = meeting
         self.ranks = list(ranks)

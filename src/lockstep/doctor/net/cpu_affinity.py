@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.net.results import Member
+from lockstep.doctor.net.results import RankInfo
 from lockstep.rundir.format_ranks import name_ranks, number_ranks
 
 _FEW = 6
 
 
-def findings(members: Sequence[Member]) -> Iterator[Finding]:
+def findings(members: Sequence[RankInfo]) -> Iterator[Finding]:
     """Cores and threads of each machine whose ranks have told them; machines that are alike are told once."""
-    by_host: dict[str, list[Member]] = {}
+    by_host: dict[str, list[RankInfo]] = {}
     for member in members:
         if member.cores:
             by_host.setdefault(member.host, []).append(member)
@@ -31,7 +31,7 @@ def findings(members: Sequence[Member]) -> Iterator[Finding]:
             yield replace(finding, data={**finding.data, "hosts": hosts})
 
 
-def _cores(host: str, members: Sequence[Member]) -> Finding:
+def _cores(host: str, members: Sequence[RankInfo]) -> Finding:
     """Whether there is a core for each."""
     there = _together(members)
     share = min((member.share for member in members if member.share is not None), default=None)
@@ -55,7 +55,7 @@ def _cores(host: str, members: Sequence[Member]) -> Finding:
     return Finding(check="cores", status="ok", what=f"{what}{own}{limit}", data=data)
 
 
-def _threads(host: str, members: Sequence[Member]) -> Finding:
+def _threads(host: str, members: Sequence[RankInfo]) -> Finding:
     """Whether the threads of all ranks fit the cores they are tied to."""
     data = {"threads": {str(member.rank): member.threads for member in members}}
     for cores, crowd in _crowds(members):
@@ -79,11 +79,11 @@ def _threads(host: str, members: Sequence[Member]) -> Finding:
     return Finding(check="threads", status="ok", what=f"{host}: {counts} thread{plural} for each rank", data=data)
 
 
-def _of(member: Member) -> int:
+def _of(member: RankInfo) -> int:
     return member.threads or len(member.cores)
 
 
-def _crowds(members: Sequence[Member]) -> Iterator[tuple[list[int], list[Member]]]:
+def _crowds(members: Sequence[RankInfo]) -> Iterator[tuple[list[int], list[RankInfo]]]:
     """Each set of cores that a rank is tied to, with all ranks that have no other core; the smallest sets first."""
     for cores in sorted({tuple(member.cores) for member in members}, key=lambda cores: (len(cores), cores)):
         yield list(cores), [member for member in members if set(member.cores) <= set(cores)]
@@ -91,11 +91,11 @@ def _crowds(members: Sequence[Member]) -> Iterator[tuple[list[int], list[Member]
     yield every, list(members)
 
 
-def _together(members: Sequence[Member]) -> int:
+def _together(members: Sequence[RankInfo]) -> int:
     return len({core for member in members for core in member.cores})
 
 
-def _apart(members: Sequence[Member]) -> bool:
+def _apart(members: Sequence[RankInfo]) -> bool:
     return sum(len(member.cores) for member in members) == _together(members)
 
 

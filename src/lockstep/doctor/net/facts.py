@@ -14,14 +14,14 @@ from typing import Any
 
 import lockstep
 from lockstep.doctor.checks import cpu
-from lockstep.doctor.net.results import Member
+from lockstep.doctor.net.results import RankInfo
 from lockstep.doctor.net.tcp_probe import Listener
 from lockstep.host import cgroups, interfaces
 from lockstep.host.network import route_to
 from lockstep.topology.topology import Topology
 
 
-def choose(topology: Topology, environ: Mapping[str, str]) -> interfaces.Choice:
+def choose(topology: Topology, environ: Mapping[str, str]) -> interfaces.InterfaceChoice:
     """Where the backend of this rank will listen."""
     on_device = topology.backend is not None and "nccl" in topology.backend
     return (interfaces.for_nccl if on_device else interfaces.for_gloo)(environ, interfaces.read())
@@ -33,12 +33,12 @@ def introduce(
     listener: Listener,
     *,
     script: Path | None = None,
-) -> Member:
+) -> RankInfo:
     """This rank: where the others reach it, over what, and what must be the same on all machines."""
     present = interfaces.read()
     choice = choose(topology, environ)
     holder = None if choice.interface is None else next((i for i in present if i.name == choice.interface), None)
-    return Member(
+    return RankInfo(
         rank=topology.rank,
         host=socket.gethostname(),
         machine=_machine(),

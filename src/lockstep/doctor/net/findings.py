@@ -1,4 +1,4 @@
-"""From what was measured to what it means: pure functions from a `Report` to findings."""
+"""From what was measured to what it means: pure functions from a `NetReport` to findings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import cpu_affinity, quality
 from lockstep.doctor.net.machines import cut_off, named
-from lockstep.doctor.net.results import Contact, Member, Report
+from lockstep.doctor.net.results import Contact, NetReport, RankInfo
 from lockstep.doctor.net.schedule import Pair
 from lockstep.rundir.format_ranks import name_ranks
 
@@ -19,7 +19,7 @@ SKEW = 1.0
 """Seconds by which clocks may differ before logs of several machines cannot be read side by side."""
 
 
-def findings(report: Report) -> list[Finding]:
+def findings(report: NetReport) -> list[Finding]:
     """All that is to be said, in the order in which it matters."""
     if not report.members:
         return [Finding(check="ranks", status="error", what="no rank came")]
@@ -36,7 +36,7 @@ def findings(report: Report) -> list[Finding]:
     ]
 
 
-def _presence(report: Report) -> Finding:
+def _presence(report: NetReport) -> Finding:
     count = len(report.members) + len(report.missing)
     hosts = len({member.host for member in report.members})
     if report.missing:
@@ -52,7 +52,7 @@ def _presence(report: Report) -> Finding:
     return Finding(check="ranks", status="ok", what=f"all {count} are there, on {where}", data={"missing": []})
 
 
-def _settings(report: Report) -> Iterator[Finding]:
+def _settings(report: NetReport) -> Iterator[Finding]:
     for member in _first_per_host(report.members):
         if member.problem:
             yield Finding(
@@ -68,12 +68,12 @@ def _settings(report: Report) -> Iterator[Finding]:
 # --- who can talk to whom --------------------------------------------------------------------------------------------
 
 
-def broken_pairs(report: Report) -> set[Pair]:
+def broken_pairs(report: NetReport) -> set[Pair]:
     """Pairs of which at least one cannot connect to the other, or that cannot send: gloo and NCCL need both ways."""
     return {_pair(contact) for contact in report.contacts} | {(link.a, link.b) for link in report.links if link.error}
 
 
-def connections(report: Report) -> Iterator[Finding]:
+def connections(report: NetReport) -> Iterator[Finding]:
     """Machines whose ranks cannot connect; one that many others cannot talk to is told once. Or that all is well."""
     by_rank = {member.rank: member for member in report.members}
     failed: dict[tuple[str, str], list[Contact]] = defaultdict(list)
@@ -95,7 +95,7 @@ def connections(report: Report) -> Iterator[Finding]:
 
 
 def _lonely(
-    by_rank: dict[int, Member], host: str, others: Sequence[str], failed: Mapping[tuple[str, str], list[Contact]]
+    by_rank: dict[int, RankInfo], host: str, others: Sequence[str], failed: Mapping[tuple[str, str], list[Contact]]
 ) -> Finding:
     """One finding for a machine that many others cannot talk to; the pair that stands for all is named in full."""
     from_it = [contact for other in others for contact in failed.get((host, other), [])]
@@ -117,7 +117,7 @@ def _lonely(
     )
 
 
-def _unreachable(by_rank: dict[int, Member], there: Sequence[Contact], back: Sequence[Contact]) -> Finding:
+def _unreachable(by_rank: dict[int, RankInfo], there: Sequence[Contact], back: Sequence[Contact]) -> Finding:
     first = there[0]
     source, target = by_rank[first.source], by_rank[first.target]
     pairs = sorted({_pair(contact) for contact in (*there, *back)})
@@ -142,7 +142,7 @@ def _unreachable(by_rank: dict[int, Member], there: Sequence[Contact], back: Seq
     )
 
 
-def _remedy(contact: Contact, target: Member, instead: str) -> str:
+def _remedy(contact: Contact, target: RankInfo, instead: str) -> str:
     if instead:
         return f"on {target.host}: {_export(instead)}  ({instead} can be reached)"
     if "means the machine itself" in contact.error:
@@ -165,7 +165,7 @@ def _export(interface: str | None) -> str:
 # --- what must be the same -------------------------------------------------------------------------------------------
 
 
-def _clocks(report: Report) -> Iterator[Finding]:
+def _clocks(report: NetReport) -> Iterator[Finding]:
     by_rank = {member.rank: member for member in report.members}
     pairs = [link for link in report.links if link.offset is not None and by_rank[link.a].host != by_rank[link.b].host]
     if not pairs:
@@ -197,7 +197,7 @@ _WHY = {
 }
 
 
-def versions(members: Sequence[Member]) -> Iterator[Finding]:
+def versions(members: Sequence[RankInfo]) -> Iterator[Finding]:
     """One finding for each thing that is not the same on all machines; one for all that is."""
     firsts = list(_first_per_host(members))
     names = list(dict.fromkeys(name for member in firsts for name in member.versions))
@@ -221,9 +221,9 @@ def versions(members: Sequence[Member]) -> Iterator[Finding]:
         yield Finding(check="versions", status="ok", what=f"the same on {len(firsts)} machines: {', '.join(same)}")
 
 
-def _devices(members: Sequence[Member]) -> Iterator[Finding]:
+def _devices(members: Sequence[RankInfo]) -> Iterator[Finding]:
     """GPUs of the job that are not alike, over all machines."""
-    having: dict[tuple[str, int], list[Member]] = defaultdict(list)
+    having: dict[tuple[str, int], list[RankInfo]] = defaultdict(list)
     for member in members:
         if member.device_name:
             having[member.device_name, round(member.device_memory / 2**30)].append(member)
@@ -243,7 +243,7 @@ def _devices(members: Sequence[Member]) -> Iterator[Finding]:
     )
 
 
-def _collectives(report: Report) -> Iterator[Finding]:
+def _collectives(report: NetReport) -> Iterator[Finding]:
     if len(report.group) < 2:
         return
     wrong = [outcome for outcome in report.outcomes if outcome.error]
@@ -268,7 +268,7 @@ def _collectives(report: Report) -> Iterator[Finding]:
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-def _first_per_host(members: Sequence[Member]) -> Iterator[Member]:
+def _first_per_host(members: Sequence[RankInfo]) -> Iterator[RankInfo]:
     seen: set[str] = set()
     for member in members:
         if member.host not in seen:

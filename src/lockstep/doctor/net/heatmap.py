@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.doctor.net import findings, quality, units
-from lockstep.doctor.net.results import Link, Report
+from lockstep.doctor.net.results import Link, NetReport
 
 _FULL = math.log(4)
 """The strongest colour is for what is at least four times as bad as the best: what differs little looks alike."""
@@ -52,7 +52,7 @@ class Map:
 Value = Callable[[Link, bool], float | None]
 
 
-def of(report: Report) -> Iterator[Map]:
+def of(report: NetReport) -> Iterator[Map]:
     """A map for each thing that was measured."""
     if report.links:
         yield _map(report, "Latency one way", lambda link, forth: link.latency, units.micro, high_is_bad=True)
@@ -74,7 +74,9 @@ def of(report: Report) -> Iterator[Map]:
         )
 
 
-def _map(report: Report, title: str, value: Value, shown: Callable[[float | None], str], *, high_is_bad: bool) -> Map:
+def _map(
+    report: NetReport, title: str, value: Value, shown: Callable[[float | None], str], *, high_is_bad: bool
+) -> Map:
     known = [found for link in report.links for forth in (True, False) if (found := value(link, forth))]
     best = math.log((min if high_is_bad else max)(known)) if known else 0.0
     span = max([_FULL, *(abs(math.log(found) - best) for found in known)])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import heatmap, units
-from lockstep.doctor.net.results import Report
+from lockstep.doctor.net.results import NetReport
 from lockstep.rundir.printable import printable
 
 _STYLE = """
@@ -26,7 +26,7 @@ _CELL = 64
 _EDGE = 120
 
 
-def render(report: Report, findings: Sequence[Finding]) -> str:
+def render(report: NetReport, findings: Sequence[Finding]) -> str:
     """The whole page."""
     hosts = sorted({member.host for member in report.members})
     title = f"lockstep doctor net: {len(report.members)} ranks on {', '.join(hosts)}"
@@ -81,7 +81,7 @@ def _square(cell: heatmap.Cell) -> str:
     )
 
 
-def _curve(report: Report) -> Iterator[str]:
+def _curve(report: NetReport) -> Iterator[str]:
     points = [point for point in report.points if point.rate]
     if len(points) < 2:
         return

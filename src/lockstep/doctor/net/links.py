@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lockstep.doctor.net import tcp_probe
-from lockstep.doctor.net.results import Contact, Link, Member
+from lockstep.doctor.net.results import Contact, Link, RankInfo
 from lockstep.doctor.net.schedule import Pair
 from lockstep.host import interfaces
 from lockstep.host.network import route_to
@@ -25,7 +25,7 @@ SILENCE = 5.0
 
 
 def reach(
-    own: Member, members: Mapping[int, Member], keep: Container[int]
+    own: RankInfo, members: Mapping[int, RankInfo], keep: Container[int]
 ) -> tuple[list[Contact], dict[int, socket.socket]]:
     """Try to connect to every other rank, all at once: what failed, and the lines to those in ``keep`` that stand.
 
@@ -40,7 +40,7 @@ def reach(
     return [contact for contact, _ in tried if contact is not None], lines
 
 
-def _try(own: Member, peer: Member, keep: Container[int]) -> tuple[Contact | None, socket.socket | None]:
+def _try(own: RankInfo, peer: RankInfo, keep: Container[int]) -> tuple[Contact | None, socket.socket | None]:
     """Why there is no line to a peer, or the line, if it is to be kept."""
     started = time.monotonic()
     line, error = None, peer.problem
@@ -61,7 +61,7 @@ def _try(own: Member, peer: Member, keep: Container[int]) -> tuple[Contact | Non
     return contact, None
 
 
-def _dial(own: Member, peer: Member, address: str) -> tuple[socket.socket | None, str]:
+def _dial(own: RankInfo, peer: RankInfo, address: str) -> tuple[socket.socket | None, str]:
     if not address:
         return None, "it has no address"
     if interfaces.is_loopback(address) and peer.host != own.host:
@@ -82,7 +82,7 @@ def _leaves_by(address: str) -> str:
         return ""
 
 
-def _other_way(own: Member, peer: Member) -> str:
+def _other_way(own: RankInfo, peer: RankInfo) -> str:
     """An interface of the peer that answers, where the one it would use does not; all are tried at once."""
     ways = [(name, each) for name, addresses in peer.others.items() for each in addresses if each != peer.address]
     if not ways:

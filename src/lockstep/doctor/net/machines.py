@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.net.results import Member
+from lockstep.doctor.net.results import RankInfo
 
 _NAMES = 6
 MANY = 4
@@ -16,7 +16,7 @@ _ROWS = 2
 """Rows of one check and status that are shown in full, where more machines have something of their own to say."""
 
 
-def findings(members: Sequence[Member]) -> Iterator[Finding]:
+def findings(members: Sequence[RankInfo]) -> Iterator[Finding]:
     """Check by check, one finding for all machines that say the same."""
     hosts: dict[str, list[str]] = {}
     firsts: dict[str, Finding] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import heatmap, units
-from lockstep.doctor.net.results import Report
+from lockstep.doctor.net.results import NetReport
 from lockstep.doctor.table import summary
 from lockstep.errors import ConfigError
 
@@ -31,7 +31,7 @@ def require() -> None:
         )
 
 
-def draw(report: Report, findings: Sequence[Finding], path: Path) -> None:
+def draw(report: NetReport, findings: Sequence[Finding], path: Path) -> None:
     """Draw the maps below each other, then the all-reduce curve."""
     from matplotlib.figure import Figure
 
@@ -77,7 +77,7 @@ def _map(drawn: heatmap.Map, axis: Any) -> None:
         side.set_visible(False)
 
 
-def _curve(report: Report, axis: Any) -> None:
+def _curve(report: NetReport, axis: Any) -> None:
     points = [point for point in report.points if point.rate]
     sizes, rates = [point.size for point in points], [point.rate or 1.0 for point in points]
     axis.loglog(sizes, rates, marker="o")

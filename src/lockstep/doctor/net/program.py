@@ -21,9 +21,9 @@ from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import collective, facts, links, machines, quality, schedule
 from lockstep.doctor.net import findings as network_findings
 from lockstep.doctor.net.collective import Collective, Stuck
-from lockstep.doctor.net.results import Contact, Link, Member, Outcome, Point, Report
+from lockstep.doctor.net.results import Contact, Link, NetReport, Point, RankInfo, RankResult
 from lockstep.doctor.net.schedule import Pair
-from lockstep.doctor.net.store_channel import Meeting, read_all
+from lockstep.doctor.net.store_channel import StoreChannel, read_all
 from lockstep.doctor.net.tcp_probe import Listener
 from lockstep.errors import LockstepError, TopologyError
 from lockstep.topology.topology import Topology, discover
@@ -37,7 +37,7 @@ _SLACK = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class NetOptions:
     """What is to be measured."""
 
     patience: float = 120.0
@@ -65,12 +65,12 @@ class Options:
 
 
 def examine(
-    options: Options,
+    options: NetOptions,
     *,
     said: Say | None = None,
     alarm: Callable[[list[Finding]], None] | None = None,
     own_findings: Sequence[Finding] = (),
-) -> tuple[Report | None, int]:
+) -> tuple[NetReport | None, int]:
     """Called on: all ranks. Rank 0 gets the report; the others get None. The number is this process's rank."""
     environ = env.snapshot()
     topology = _topology(environ)
@@ -79,8 +79,8 @@ def examine(
     listener = Listener(facts.choose(topology, environ).address if topology.num_nodes == 1 else None)
     try:
         own = facts.introduce(topology, environ, listener, script=options.script)
-        meeting = Meeting.join(topology, own, options.patience, said or _silent, alarm or _unheard)
-        run = _Run(meeting, topology, options, speak, alarm)
+        meeting = StoreChannel.join(topology, own, options.patience, said or _silent, alarm or _unheard)
+        run = _NetRun(meeting, topology, options, speak, alarm)
         return run.whole(own, own_findings), topology.rank
     finally:
         listener.close()
@@ -107,14 +107,14 @@ def _unheard(findings: list[Finding]) -> None:
     """Nobody wants to know at once."""
 
 
-class _Run:
+class _NetRun:
     """One examination on one rank."""
 
     def __init__(
         self,
-        meeting: Meeting,
+        meeting: StoreChannel,
         topology: Topology,
-        options: Options,
+        options: NetOptions,
         said: Say,
         alarm: Callable[[list[Finding]], None] | None,
     ) -> None:
@@ -125,7 +125,7 @@ class _Run:
         self.alarm = alarm
         self.started = time.monotonic()
 
-    def whole(self, own: Member, own_findings: Sequence[Finding] = ()) -> Report | None:
+    def whole(self, own: RankInfo, own_findings: Sequence[Finding] = ()) -> NetReport | None:
         """Called on: all ranks. All of it; the report on rank 0."""
         if own.local_rank == 0:
             self.meeting.tell("findings", [finding.plain() for finding in own_findings])
@@ -151,7 +151,7 @@ class _Run:
         self.meeting.require_open()
         return None
 
-    def _roll(self, own: Member) -> dict[int, Member]:
+    def _roll(self, own: RankInfo) -> dict[int, RankInfo]:
         """Called on: all ranks. Those who have come by the time that rank 0 stops waiting: the same on every rank."""
         self.meeting.tell("member", own.plain())
         if self.meeting.rank == 0:
@@ -173,16 +173,16 @@ class _Run:
             self.meeting.lose(set(range(self.meeting.world_size)) - set(roll))
             heard = self.meeting.hear("member", _SLACK, of=roll)
         self.meeting.require_open()
-        return tell_apart({rank: Member.of(plain) for rank, plain in heard.items()})
+        return tell_apart({rank: RankInfo.of(plain) for rank, plain in heard.items()})
 
-    def _with_findings(self, members: Mapping[int, Member]) -> dict[int, Member]:
+    def _with_findings(self, members: Mapping[int, RankInfo]) -> dict[int, RankInfo]:
         """Called on: rank 0. What the checks of each machine have found, told by its first rank before it was met."""
         firsts = [rank for rank, member in members.items() if member.local_rank == 0]
         told = self.meeting.hear("findings", links.CONNECT, of=firsts)
         return {rank: replace(member, findings=told.get(rank, ())) for rank, member in members.items()}
 
     def _connect(
-        self, own: Member, members: Mapping[int, Member], keep: Container[int]
+        self, own: RankInfo, members: Mapping[int, RankInfo], keep: Container[int]
     ) -> tuple[list[int], list[Contact], dict[int, socket.socket]]:
         """Called on: all ranks. Who has tried to connect to all others, what failed, and this rank's own lines.
 
@@ -204,13 +204,13 @@ class _Run:
         return told["tried"], [Contact(source=a, target=b, error="failed") for a, b in told["failed"]], lines
 
     def _raise_alarm(
-        self, members: Mapping[int, Member], contacts: Sequence[Contact], named: set[frozenset[str]]
+        self, members: Mapping[int, RankInfo], contacts: Sequence[Contact], named: set[frozenset[str]]
     ) -> set[frozenset[str]]:
         """Say at once who cannot talk, but for the machines that are named already; those that are now."""
         if self.alarm is None:
             return named
         seen = [members[rank] for rank in sorted(members)]
-        so_far = Report(members=seen, contacts=contacts)
+        so_far = NetReport(members=seen, contacts=contacts)
         bad = [finding for finding in network_findings.connections(so_far) if finding.status == "error"]
         new = [finding for finding in bad if frozenset(finding.data["hosts"]) not in named]
         if new:
@@ -218,7 +218,7 @@ class _Run:
         return named | {frozenset(finding.data["hosts"]) for finding in new}
 
     def _measure(
-        self, members: Mapping[int, Member], dialled: Mapping[Pair, int], lines: dict[int, socket.socket]
+        self, members: Mapping[int, RankInfo], dialled: Mapping[Pair, int], lines: dict[int, socket.socket]
     ) -> list[Link]:
         """The pairs that can talk, round by round, each by the rank with the line; one that breaks is told at once."""
         order = schedule.rounds({rank: member.host for rank, member in members.items()}, dialled)
@@ -236,7 +236,7 @@ class _Run:
                 )
                 found.append(link)
                 if link.error and self.alarm is not None:
-                    both = Report(members=[members[rank] for rank in pair], links=[link])
+                    both = NetReport(members=[members[rank] for rank in pair], links=[link])
                     self.alarm(list(quality.broken(both)))
             self.said(f"pairs: round {number + 1} of {len(order)}")
         for line in lines.values():
@@ -252,14 +252,14 @@ class _Run:
         heard = self.meeting.hear("broken lines", 4 * links.SILENCE, said=self.said)
         return {(a, b) for told in heard.values() for a, b in told}
 
-    def _collective(self, hosts: Mapping[int, str], broken: Set[Pair]) -> tuple[Outcome, list[int], list[Link]]:
+    def _collective(self, hosts: Mapping[int, str], broken: Set[Pair]) -> tuple[RankResult, list[int], list[Link]]:
         self.meeting.meet("before collectives", 4 * links.SILENCE)
         copy = None
         if self.topology.local_rank == 0 and self.options.rates:
             copy = collective.copy_rate()
         self.meeting.meet("copied", 4 * links.SILENCE)
         group = self._group(hosts, broken)
-        outcome = Outcome(rank=self.meeting.rank, copy=copy)
+        outcome = RankResult(rank=self.meeting.rank, copy=copy)
         if not self.options.rates or self.meeting.rank not in group or len(group) < 2:
             return outcome, group, []
         self.said(f"barrier and all_reduce on {len(group)} ranks")
@@ -313,18 +313,18 @@ class _Run:
 
     def _report(
         self,
-        members: Mapping[int, Member],
+        members: Mapping[int, RankInfo],
         tried: Sequence[int],
         contacts: Sequence[Contact],
         group: Sequence[int],
-    ) -> Report:
+    ) -> NetReport:
         heard = self.meeting.hear("last words", 2 * collective.LIMIT, said=self.said)
-        outcomes = {rank: Outcome.of(words["outcome"]) for rank, words in heard.items()}
+        outcomes = {rank: RankResult.of(words["outcome"]) for rank, words in heard.items()}
         told: list[Link] = read_all(Link, {rank: words["links"] for rank, words in heard.items()})
         for rank in sorted(set(members) - set(outcomes)):
-            outcomes[rank] = Outcome(rank=rank, error="it went away, or hangs, before it could say how it is")
+            outcomes[rank] = RankResult(rank=rank, error="it went away, or hangs, before it could say how it is")
         points = next((outcome.points for outcome in outcomes.values() if outcome.points), ())
-        return Report(
+        return NetReport(
             members=[members[rank] for rank in sorted(members)],
             missing=[rank for rank in range(self.meeting.world_size) if rank not in members],
             tried=tried,
@@ -336,7 +336,7 @@ class _Run:
         )
 
 
-def tell_apart(members: dict[int, Member]) -> dict[int, Member]:
+def tell_apart(members: dict[int, RankInfo]) -> dict[int, RankInfo]:
     """Machines that have the same name get their number added, so that they are two."""
     machines: dict[str, set[str]] = {}
     for member in members.values():
@@ -358,7 +358,7 @@ def merged(told: Sequence[Link]) -> list[Link]:
     return [by_pair[pair] for pair in sorted(by_pair)]
 
 
-def judged(report: Report, *, brief: bool = False) -> list[Finding]:
+def judged(report: NetReport, *, brief: bool = False) -> list[Finding]:
     """The findings of the machines, then those of the network; ``brief`` for the screen."""
     own = list(machines.findings(report.members))
     return [*(machines.brief(own) if brief else own), *network_findings.findings(report)]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from lockstep.doctor.finding import Finding, Status
 from lockstep.doctor.net.links import SILENT
 from lockstep.doctor.net.machines import cut_off, named
-from lockstep.doctor.net.results import Link, Member, Report
+from lockstep.doctor.net.results import Link, NetReport, RankInfo
 from lockstep.doctor.net.schedule import Pair
 from lockstep.doctor.net.units import micro, percent, rate
 
@@ -31,13 +31,13 @@ LOST = 0.01
 """The share of packets that have to be sent again from which on a line is marked."""
 
 
-def findings(report: Report) -> Iterator[Finding]:
+def findings(report: NetReport) -> Iterator[Finding]:
     """Lines that broke, then lines that are slow; or that none is."""
     yield from broken(report)
     yield from _slow(report)
 
 
-def marks(report: Report) -> dict[tuple[int, int], list[str]]:
+def marks(report: NetReport) -> dict[tuple[int, int], list[str]]:
     """What is wrong with which line, in words."""
     by_rank = {member.rank: member for member in report.members}
     found: dict[tuple[int, int], list[str]] = defaultdict(list)
@@ -70,7 +70,7 @@ def _against_the_middle(links: Sequence[Link], noise: float) -> Iterator[tuple[L
                 yield link, f"{rate(value)} from rank {way}, {100 * value / middle:.0f}% of the median"
 
 
-def _against_the_hardware(links: Sequence[Link], by_rank: dict[int, Member]) -> Iterator[tuple[Link, str]]:
+def _against_the_hardware(links: Sequence[Link], by_rank: dict[int, RankInfo]) -> Iterator[tuple[Link, str]]:
     for link in links:
         if link.latency is not None and link.latency > FAR:
             yield link, f"latency {micro(link.latency)}, far above what a local network has"
@@ -88,13 +88,13 @@ def _against_the_hardware(links: Sequence[Link], by_rank: dict[int, Member]) -> 
                 yield link, f"{rate(value)} from rank {way}, {share} of the nominal {rate(nominal)}"
 
 
-def should_give(link: Link, by_rank: dict[int, Member]) -> float | None:
+def should_give(link: Link, by_rank: dict[int, RankInfo]) -> float | None:
     """Bytes a second that the slower of the two interfaces says it can do; None when one does not say."""
     speeds = [by_rank[link.a].speed, by_rank[link.b].speed]
     return min(speeds) * 125_000.0 if all(speeds) else None
 
 
-def broken(report: Report) -> Iterator[Finding]:
+def broken(report: NetReport) -> Iterator[Finding]:
     """Lines that stand, and do not carry what is sent over them."""
     by_rank = {member.rank: member for member in report.members}
     found = {(link.a, link.b): [link.error + _packets(by_rank, link)] for link in report.links if link.error}
@@ -120,12 +120,12 @@ def broken(report: Report) -> Iterator[Finding]:
     )
 
 
-def _packets(by_rank: Mapping[int, Member], link: Link) -> str:
+def _packets(by_rank: Mapping[int, RankInfo], link: Link) -> str:
     mtus = [by_rank[rank].mtu for rank in (link.a, link.b)]
     return f" (MTU {mtus[0]} and {mtus[1]})" if all(mtus) and mtus[0] != mtus[1] else ""
 
 
-def _slow(report: Report) -> Iterator[Finding]:
+def _slow(report: NetReport) -> Iterator[Finding]:
     found = marks(report)
 
     def fix(hosts: Sequence[str], pair: Pair) -> str:
@@ -148,7 +148,7 @@ def _slow(report: Report) -> Iterator[Finding]:
 
 
 def _by_machines(
-    by_rank: Mapping[int, Member],
+    by_rank: Mapping[int, RankInfo],
     found: Mapping[Pair, list[str]],
     *,
     check: str,
@@ -183,7 +183,7 @@ def _by_machines(
         )
 
 
-def _spans(report: Report) -> str:
+def _spans(report: NetReport) -> str:
     lates = [link.latency for link in report.links if link.latency is not None]
     rates = [value for link in report.links for value in (link.forth, link.back) if value is not None]
     words = [f"latency {micro(min(lates))} to {micro(max(lates))}"] if lates else []

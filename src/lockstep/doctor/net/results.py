@@ -24,7 +24,7 @@ class Plain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member(Plain):
+class RankInfo(Plain):
     """One rank, as it introduces itself."""
 
     rank: int
@@ -143,7 +143,7 @@ class Point(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome(Plain):
+class RankResult(Plain):
     """What one rank says in the end."""
 
     rank: int
@@ -159,10 +159,10 @@ class Outcome(Plain):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(Plain):
+class NetReport(Plain):
     """All of it."""
 
-    members: Sequence[Member]
+    members: Sequence[RankInfo]
     """Who was there."""
     missing: Sequence[int] = ()
     """Who was not."""
@@ -172,7 +172,7 @@ class Report(Plain):
     """Their tries that failed."""
     links: Sequence[Link] = ()
     """What was measured."""
-    outcomes: Sequence[Outcome] = ()
+    outcomes: Sequence[RankResult] = ()
     """What each rank said in the end."""
     group: Sequence[int] = ()
     """The ranks that could all talk to each other, on which the collectives ran."""

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 from lockstep.config import env
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import store_reachability
-from lockstep.doctor.net.results import Member
+from lockstep.doctor.net.results import RankInfo
 from lockstep.errors import TopologyError
 from lockstep.host.hardware import is_free, next_free
 from lockstep.job_store.signed_store import SignedStore, read_secret
@@ -35,7 +35,7 @@ _OPENING = 15.0
 """Seconds for torch to open a store whose address answers."""
 
 
-class Meeting:
+class StoreChannel:
     """This rank's line to the others."""
 
     def __init__(self, store: Store, rank: int, world_size: int, prefix: str = "", secret: str = "") -> None:
@@ -53,11 +53,11 @@ class Meeting:
     def join(
         cls,
         topology: Topology,
-        own: Member,
+        own: RankInfo,
         patience: float,
         said: Callable[[str], None] = lambda text: None,
         alarm: Callable[[list[Finding]], None] = lambda findings: None,
-    ) -> Meeting:
+    ) -> StoreChannel:
         """Called on: all ranks. Open the store of the job; whoever else is there or not does not matter yet."""
         if topology.main_address is None or topology.main_port is None:
             return cls(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]

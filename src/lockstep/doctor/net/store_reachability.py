@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from lockstep.doctor.finding import Finding
-from lockstep.doctor.net.results import Member
+from lockstep.doctor.net.results import RankInfo
 from lockstep.errors import ConfigError
 from lockstep.host.network import REFUSED, knock, route_to
 
@@ -18,7 +18,7 @@ _PAUSE = 0.5
 
 
 def wait_for(
-    own: Member,
+    own: RankInfo,
     address: str,
     port: int,
     deadline: float,
@@ -40,7 +40,7 @@ def wait_for(
     return ""
 
 
-def obstacle(own: Member, address: str, port: int, reason: str) -> Finding:
+def obstacle(own: RankInfo, address: str, port: int, reason: str) -> Finding:
     """What one who cannot get to the store says."""
     try:
         through = route_to(address, 0)[1]

@@ -9,14 +9,14 @@ from lockstep.doctor import table
 from lockstep.doctor.finding import Finding, told
 from lockstep.doctor.net import findings as network_findings
 from lockstep.doctor.net import quality, units
-from lockstep.doctor.net.results import Link, Member, Report
+from lockstep.doctor.net.results import Link, NetReport, RankInfo
 from lockstep.rundir.format_ranks import name_ranks
 
 WIDEST = 16
 """Ranks up to which the matrices fit on a screen; JSON and the page have them at any size."""
 
 
-def plain(report: Report, findings: Sequence[Finding]) -> dict[str, Any]:
+def plain(report: NetReport, findings: Sequence[Finding]) -> dict[str, Any]:
     """All of it, for JSON."""
     marked = quality.marks(report)
     return {
@@ -33,12 +33,12 @@ def plain(report: Report, findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-def _public(member: Member) -> dict[str, Any]:
+def _public(member: RankInfo) -> dict[str, Any]:
     hidden = ("token", "findings", "machine", "port")
     return {name: value for name, value in member.plain().items() if name not in hidden}
 
 
-def _shares(report: Report, link: Link) -> dict[str, Any]:
+def _shares(report: NetReport, link: Link) -> dict[str, Any]:
     """What the hardware should give, and how much of it the slower direction does."""
     nominal, of = reference(report, link)
     rates = [value for value in (link.forth, link.back) if value is not None]
@@ -46,7 +46,7 @@ def _shares(report: Report, link: Link) -> dict[str, Any]:
     return {"should_give": nominal, "compared_with": of, "share": share}
 
 
-def reference(report: Report, link: Link) -> tuple[float | None, str]:
+def reference(report: NetReport, link: Link) -> tuple[float | None, str]:
     """What a line cannot exceed: a copy in memory inside a machine, the slower interface between two."""
     by_rank = {member.rank: member for member in report.members}
     if by_rank[link.a].host == by_rank[link.b].host:
@@ -54,7 +54,7 @@ def reference(report: Report, link: Link) -> tuple[float | None, str]:
     return quality.should_give(link, by_rank), "nominal"
 
 
-def _copies(report: Report) -> dict[str, float]:
+def _copies(report: NetReport) -> dict[str, float]:
     by_rank = {member.rank: member for member in report.members}
     return {
         by_rank[outcome.rank].host: outcome.copy
@@ -63,7 +63,7 @@ def _copies(report: Report) -> dict[str, float]:
     }
 
 
-def lines(report: Report, findings: Sequence[Finding]) -> Iterator[str]:
+def lines(report: NetReport, findings: Sequence[Finding]) -> Iterator[str]:
     """All of it, for the terminal."""
     broken = network_findings.broken_pairs(report)
     if report.links and len(report.members) <= WIDEST:
@@ -89,7 +89,7 @@ def lines(report: Report, findings: Sequence[Finding]) -> Iterator[str]:
     yield from verdicts(report)
 
 
-def verdicts(report: Report) -> Iterator[str]:
+def verdicts(report: NetReport) -> Iterator[str]:
     """One line for each rank: OK, or why not."""
     hosts = max((len(member.host) for member in report.members), default=0)
     for member in report.members:
@@ -100,11 +100,11 @@ def verdicts(report: Report) -> Iterator[str]:
         yield f"rank {rank:<4} {'?':<{hosts}}  {'':<8} FAILED  it did not come"
 
 
-def _well(report: Report, member: Member) -> bool:
+def _well(report: NetReport, member: RankInfo) -> bool:
     return not _trouble(report, member)
 
 
-def _trouble(report: Report, member: Member) -> str:
+def _trouble(report: NetReport, member: RankInfo) -> str:
     if member.problem:
         return member.problem
     failed = {contact.target for contact in report.contacts if contact.source == member.rank}
@@ -117,30 +117,30 @@ def _trouble(report: Report, member: Member) -> str:
 
 # --- tables ----------------------------------------------------------------------------------------------------------
 
-Cell = Callable[[Report, Link, bool], str]
+Cell = Callable[[NetReport, Link, bool], str]
 
 
-def _latency(report: Report, link: Link, forth: bool) -> str:
+def _latency(report: NetReport, link: Link, forth: bool) -> str:
     return units.micro(link.latency)
 
 
-def _rate(report: Report, link: Link, forth: bool) -> str:
+def _rate(report: NetReport, link: Link, forth: bool) -> str:
     return units.rate(link.forth if forth else link.back)
 
 
-def _part(report: Report, link: Link, forth: bool) -> str:
+def _part(report: NetReport, link: Link, forth: bool) -> str:
     return units.percent(link.forth if forth else link.back, reference(report, link)[0])
 
 
-def _device_latency(report: Report, link: Link, forth: bool) -> str:
+def _device_latency(report: NetReport, link: Link, forth: bool) -> str:
     return units.micro(link.device_latency)
 
 
-def _device_rate(report: Report, link: Link, forth: bool) -> str:
+def _device_rate(report: NetReport, link: Link, forth: bool) -> str:
     return units.rate(link.device_rate)
 
 
-def _matrix(report: Report, title: str, cell: Cell) -> Iterator[str]:
+def _matrix(report: NetReport, title: str, cell: Cell) -> Iterator[str]:
     ranks = [member.rank for member in report.members]
     by_pair = {(link.a, link.b): link for link in report.links}
     marked, broken = quality.marks(report), network_findings.broken_pairs(report)
@@ -164,11 +164,11 @@ def _matrix(report: Report, title: str, cell: Cell) -> Iterator[str]:
     yield ""
 
 
-def _label(member: Member) -> str:
+def _label(member: RankInfo) -> str:
     return f"{member.rank} {member.host}"
 
 
-def _curve(report: Report) -> Iterator[str]:
+def _curve(report: NetReport) -> Iterator[str]:
     yield f"all_reduce on {len(report.group)} ranks"
     yield f"  {'size':>8}  {'time':>10}  {'each link carries':>18}"
     for point in report.points:

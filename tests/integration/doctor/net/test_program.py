@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import program
-from lockstep.doctor.net.results import Member, Report
-from lockstep.doctor.net.store_channel import Meeting
+from lockstep.doctor.net.results import NetReport, RankInfo
+from lockstep.doctor.net.store_channel import StoreChannel
 from lockstep.doctor.net.tcp_probe import Listener
 from lockstep.errors import TopologyError
 from lockstep.topology.topology import Topology
@@ -27,7 +27,7 @@ class Job:
 
     def __init__(self, patience: float = 20.0) -> None:
         self.store = dist.HashStore()
-        self.options = program.Options(rates=False, patience=patience)
+        self.options = program.NetOptions(rates=False, patience=patience)
         self.results: dict[int, Any] = {}
         self.alarms: list[Finding] = []
 
@@ -48,7 +48,7 @@ class Job:
             device_reason="a test",
         )
         listener = Listener()
-        own = Member(
+        own = RankInfo(
             rank=rank,
             host=f"n{node}",
             machine=f"n{node}",
@@ -59,8 +59,8 @@ class Job:
             port=1 if closed else listener.port,
             token=listener.token,
         )
-        run = program._Run(
-            Meeting(self.store, rank, WORLD), topology, self.options, lambda text: None, self.alarms.extend
+        run = program._NetRun(
+            StoreChannel(self.store, rank, WORLD), topology, self.options, lambda text: None, self.alarms.extend
         )
         found = [Finding(check="kernel", status="ok", what="Linux 6")] if rank % PER_MACHINE == 0 else []
         try:
@@ -70,7 +70,7 @@ class Job:
         finally:
             listener.close()
 
-    def run(self, delays: dict[int, float] | None = None, closed: tuple[int, ...] = (), absent: int = -1) -> Report:
+    def run(self, delays: dict[int, float] | None = None, closed: tuple[int, ...] = (), absent: int = -1) -> NetReport:
         threads = [
             threading.Thread(target=self.rank, args=(rank, (delays or {}).get(rank, 0.0), rank in closed))
             for rank in range(WORLD)
@@ -83,7 +83,7 @@ class Job:
         return self.results[0]
 
 
-def states(report: Report) -> dict[str, str]:
+def states(report: NetReport) -> dict[str, str]:
     return {finding.check: finding.status for finding in program.judged(report)}
 
 

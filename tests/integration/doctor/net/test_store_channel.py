@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lockstep.doctor.net.store_channel import Meeting, _require_free
+from lockstep.doctor.net.store_channel import StoreChannel, _require_free
 from lockstep.errors import TopologyError
 
 
-def ranks(count: int, work: Callable[[Meeting], Any], absent: tuple[int, ...] = ()) -> dict[int, Any]:
+def ranks(count: int, work: Callable[[StoreChannel], Any], absent: tuple[int, ...] = ()) -> dict[int, Any]:
     """What each rank that is there gets."""
     store = dist.HashStore()
     found: dict[int, Any] = {}
 
     def run(rank: int) -> None:
-        found[rank] = work(Meeting(store, rank, count))
+        found[rank] = work(StoreChannel(store, rank, count))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count) if rank not in absent]
     for thread in threads:
@@ -32,7 +32,7 @@ def ranks(count: int, work: Callable[[Meeting], Any], absent: tuple[int, ...] = 
 
 
 def test_everybody_hears_everybody() -> None:
-    def work(meeting: Meeting) -> Any:
+    def work(meeting: StoreChannel) -> Any:
         meeting.tell("who", {"rank": meeting.rank})
         return meeting.hear("who", 10)
 
@@ -42,7 +42,7 @@ def test_everybody_hears_everybody() -> None:
 def test_those_that_never_come_are_waited_for_once() -> None:
     words: list[str] = []
 
-    def work(meeting: Meeting) -> Any:
+    def work(meeting: StoreChannel) -> Any:
         meeting.tell("who", meeting.rank)
         heard = meeting.hear("who", 1.3, said=words.append)
         started = time.monotonic()
@@ -55,7 +55,7 @@ def test_those_that_never_come_are_waited_for_once() -> None:
 
 def test_one_that_comes_after_it_was_given_up_does_not_stand_for_another() -> None:
     store = dist.HashStore()
-    early, late, other = (Meeting(store, rank, 3) for rank in range(3))
+    early, late, other = (StoreChannel(store, rank, 3) for rank in range(3))
     early.lose([1])
     late.tell("who", 1)
     early.tell("who", 0)

@@ -12,11 +12,11 @@ import pytest
 
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import store_reachability
-from lockstep.doctor.net.results import Member
+from lockstep.doctor.net.results import RankInfo
 from lockstep.host.network import REFUSED, knock
 from tests.ranks import free_port
 
-OWN = Member(rank=3, host="node1", interface="eth0", address="10.0.0.2")
+OWN = RankInfo(rank=3, host="node1", interface="eth0", address="10.0.0.2")
 
 
 @pytest.fixture

@@ -7,18 +7,18 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from lockstep.doctor.net.results import Contact, Link, Member, Outcome, Point, Report
+from lockstep.doctor.net.results import Contact, Link, NetReport, Point, RankInfo, RankResult
 
 VERSIONS = {"torch": "2.13.0", "python": "3.11.7", "lockstep": "0.1"}
 
 
-def healthy(hosts: Sequence[str], **link: Any) -> Report:
+def healthy(hosts: Sequence[str], **link: Any) -> NetReport:
     """One rank for each of the hosts, all well; 10 Gbit/s between them."""
     given = {"latency": 30e-6, "forth": 1.1e9, "back": 1.1e9, "offset": 0.0, "uncertain": 30e-6, **link}
     ranks = range(len(hosts))
-    return Report(
+    return NetReport(
         members=[
-            Member(
+            RankInfo(
                 rank=rank,
                 host=host,
                 address=f"10.0.0.{rank + 1}",
@@ -32,7 +32,7 @@ def healthy(hosts: Sequence[str], **link: Any) -> Report:
         missing=[],
         tried=list(ranks),
         links=[Link(a=a, b=b, **given) for a, b in combinations(ranks, 2)],
-        outcomes=[Outcome(rank=rank, checked=True, copy=8e9) for rank in ranks],
+        outcomes=[RankResult(rank=rank, checked=True, copy=8e9) for rank in ranks],
         group=list(ranks),
         points=[
             Point(size=1024, seconds=1e-4, rate=1e7),
@@ -42,19 +42,19 @@ def healthy(hosts: Sequence[str], **link: Any) -> Report:
     )
 
 
-def with_link(report: Report, a: int, b: int, **changes: Any) -> Report:
+def with_link(report: NetReport, a: int, b: int, **changes: Any) -> NetReport:
     """One line changed."""
     return replace(
         report, links=[replace(link, **changes) if (link.a, link.b) == (a, b) else link for link in report.links]
     )
 
 
-def with_contact(report: Report, source: int, target: int, error: str, **more: Any) -> Report:
+def with_contact(report: NetReport, source: int, target: int, error: str, **more: Any) -> NetReport:
     """One try to connect that failed."""
     failed = Contact(source=source, target=target, error=error, **{"through": "eth0", **more})
     return replace(report, contacts=[*report.contacts, failed])
 
 
-def with_member(report: Report, rank: int, **changes: Any) -> Report:
+def with_member(report: NetReport, rank: int, **changes: Any) -> NetReport:
     """One rank changed."""
     return replace(report, members=[replace(each, **changes) if each.rank == rank else each for each in report.members])

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import cpu_affinity
-from lockstep.doctor.net.results import Member
+from lockstep.doctor.net.results import RankInfo
 
 
-def ranks(*tied: Sequence[int], threads: int | None = 1, share: float | None = None, host: str = "a") -> list[Member]:
+def ranks(*tied: Sequence[int], threads: int | None = 1, share: float | None = None, host: str = "a") -> list[RankInfo]:
     return [
-        Member(rank=rank, host=host, cores=own, threads=threads, share=share)
+        RankInfo(rank=rank, host=host, cores=own, threads=threads, share=share)
         for rank, own in enumerate(map(list, tied))
     ]
 
 
-def judged(members: Sequence[Member], check: str = "cores") -> Finding:
+def judged(members: Sequence[RankInfo], check: str = "cores") -> Finding:
     (finding,) = [finding for finding in cpu_affinity.findings(members) if finding.check == check]
     return finding
 
@@ -66,7 +66,7 @@ def test_the_control_group_counts() -> None:
         ),
     ],
 )
-def test_too_many_threads(members: list[Member], what: str) -> None:
+def test_too_many_threads(members: list[RankInfo], what: str) -> None:
     finding = judged(members, "threads")
     assert (finding.status, finding.what) == ("warning", what)
     assert finding.fix.startswith("export OMP_NUM_THREADS=")
@@ -83,7 +83,7 @@ def test_machines_that_are_alike_are_told_once() -> None:
 
 
 def test_ranks_that_have_said_nothing_are_left_out() -> None:
-    assert list(cpu_affinity.findings([Member(rank=0, host="a")])) == []
+    assert list(cpu_affinity.findings([RankInfo(rank=0, host="a")])) == []
 
 
 @given(st.lists(st.sets(st.integers(0, 7), min_size=1), min_size=1, max_size=8))

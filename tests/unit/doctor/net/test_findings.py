@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import findings as network_findings
 from lockstep.doctor.net import machines, quality
-from lockstep.doctor.net.results import Outcome, Report
+from lockstep.doctor.net.results import NetReport, RankResult
 from tests.unit.doctor.net.reports import healthy, with_contact, with_link, with_member
 
 FIVE = ("a", "b", "c", "d", "e")
 
 
-def found(report: Report, check: str) -> list[Finding]:
+def found(report: NetReport, check: str) -> list[Finding]:
     return [finding for finding in network_findings.findings(report) if finding.check == check]
 
 
@@ -245,7 +245,9 @@ def test_a_missing_rank_and_a_wrong_sum() -> None:
     report = replace(healthy(("a", "b")), missing=[2])
     assert found(report, "ranks")[0].status == "error"
     assert "rank 2 of 3 did not come" in found(report, "ranks")[0].what
-    wrong = replace(report, outcomes=[Outcome(rank=0, checked=True), Outcome(rank=1, error="gave 3 where 6 is right")])
+    wrong = replace(
+        report, outcomes=[RankResult(rank=0, checked=True), RankResult(rank=1, error="gave 3 where 6 is right")]
+    )
     (told,) = found(wrong, "collectives")
     assert told.status == "error"
     assert "rank 1 on b (eth0 10.0.0.2): gave 3 where 6 is right" in told.what

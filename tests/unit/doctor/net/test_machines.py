@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from lockstep.doctor.finding import Finding
 from lockstep.doctor.net import machines
-from lockstep.doctor.net.results import Member
+from lockstep.doctor.net.results import RankInfo
 
 
-def member(number: int, *findings: Finding) -> Member:
-    return Member(rank=number, host=f"n{number}", findings=[each.plain() for each in findings])
+def member(number: int, *findings: Finding) -> RankInfo:
+    return RankInfo(rank=number, host=f"n{number}", findings=[each.plain() for each in findings])
 
 
 def test_what_is_the_same_is_told_once_and_the_rest_by_machines() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.doctor.net import links, tcp_probe
-from lockstep.doctor.net.results import Member
+from lockstep.doctor.net.results import RankInfo
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def listener() -> Iterator[tcp_probe.Listener]:
     made.close()
 
 
-def member(listener: tcp_probe.Listener, rank: int, **more: object) -> Member:
+def member(listener: tcp_probe.Listener, rank: int, **more: object) -> RankInfo:
     given = {"address": "127.0.0.1", "interface": "lo", "port": listener.port, "token": listener.token, **more}
-    return Member(rank=rank, host="here", **given)
+    return RankInfo(rank=rank, host="here", **given)
 
 
 def test_a_line_is_measured_both_ways(listener: tcp_probe.Listener) -> None:
@@ -103,7 +103,7 @@ def test_everybody_is_tried_and_failures_are_told_apart(listener: tcp_probe.List
         1: member(listener, 1),
         2: member(listener, 2, port=closed),
         3: member(listener, 3, address=None, interface=None, problem="GLOO_SOCKET_IFNAME=x names no interface"),
-        4: Member(rank=4, host="away", address="127.0.1.1", interface="lo", port=listener.port, token=listener.token),
+        4: RankInfo(rank=4, host="away", address="127.0.1.1", interface="lo", port=listener.port, token=listener.token),
         5: member(listener, 5, port=closed, others={"eth5": ["127.0.0.1"]}),
     }
     contacts, lines = links.reach(own, members, {1, 2, 3, 4, 5})
@@ -118,7 +118,7 @@ def test_everybody_is_tried_and_failures_are_told_apart(listener: tcp_probe.List
 
 
 def test_another_interface_that_can_be_reached_is_found(listener: tcp_probe.Listener) -> None:
-    peer = Member(
+    peer = RankInfo(
         rank=1,
         host="away",
         address="127.0.1.1",

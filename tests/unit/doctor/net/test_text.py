@@ -12,18 +12,18 @@ import pytest
 
 from lockstep.doctor.net import findings, heatmap, html, png
 from lockstep.doctor.net import text as text_report
-from lockstep.doctor.net.results import Report
+from lockstep.doctor.net.results import NetReport
 from lockstep.errors import ConfigError
 from tests.unit.doctor.net.reports import healthy, with_contact, with_link, with_member
 
 
-def text(report: Report) -> str:
+def text(report: NetReport) -> str:
     return "\n".join(text_report.lines(report, findings.findings(report)))
 
 
-def broken() -> Report:
+def broken() -> NetReport:
     report = with_contact(healthy(("a", "b", "c")), 0, 1, error="no answer within 3 s")
-    return Report(**{**vars(report), "links": [link for link in report.links if (link.a, link.b) != (0, 1)]})
+    return NetReport(**{**vars(report), "links": [link for link in report.links if (link.a, link.b) != (0, 1)]})
 
 
 def test_ok_for_each_rank_at_the_end() -> None:
