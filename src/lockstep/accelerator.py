@@ -44,7 +44,7 @@ from lockstep.optim.unprepared_check import refuse_strangers
 from lockstep.optim.unprepared_schedule import ScheduleCheck
 from lockstep.precision import mixed
 from lockstep.rundir.crash_report import ADVISERS
-from lockstep.state import AcceleratorState, GradientState, settle_precision
+from lockstep.state import AcceleratorState, GradientState, fix_precision
 from lockstep.strategies.choose import choose
 from lockstep.strategies.microbatch import MicroBatch
 from lockstep.strategies.prepare import PrepareMethods
@@ -153,7 +153,7 @@ class Accelerator(PrepareMethods, CollectiveMethods, ModelFileMethods):
         )
         self._session, self._topology, self._group = session, session.topology, session.group
         asked = None if settings.mixed_precision is None else settings.mixed_precision.value
-        mode = PrecisionType(settle_precision(session, asked))
+        mode = PrecisionType(fix_precision(session, asked))
         self._precision = mixed.Precision(mode, self.device, settings.handler(AutocastKwargs))
         self._scaler = self._precision.make_scaler(settings.handler(GradScalerKwargs))
         self._current_batch = CurrentBatch()

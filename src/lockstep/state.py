@@ -87,7 +87,7 @@ class AcceleratorState(PartialState):
         asked = read_precision(mixed_precision)
         super().__init__(cpu=cpu, **kwargs)
         if asked is not None:
-            settle_precision(self._session, asked.value)
+            fix_precision(self._session, asked.value)
 
     @property
     def mixed_precision(self) -> str:
@@ -106,7 +106,7 @@ class AcceleratorState(PartialState):
         return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"
 
 
-def settle_precision(session: current.Session, asked: str | None) -> str:
+def fix_precision(session: current.Session, asked: str | None) -> str:
     """The precision of this process: the first that is asked for stays."""
     if session.mixed_precision is None:
         session.mixed_precision = asked or "no"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from lockstep import Accelerator
-from lockstep.topology import current
+from lockstep import current
 
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(3, 1)

@@ -102,7 +102,7 @@ SCRIPT = """
     import torch
     import torch.distributed as dist
     from lockstep import Accelerator
-    from lockstep.topology import current
+    from lockstep import current
     from lockstep.utils import InitProcessGroupKwargs
 
     mode, *rest = sys.argv[1:]

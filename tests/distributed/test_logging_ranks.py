@@ -287,7 +287,7 @@ def test_the_guides_example_in_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("joined", [True, *in_soak(False)], ids=["joined", "before joining"])
 def test_the_guides_example_under_torchrun(tmp_path: Path, joined: bool) -> None:
-    join = "    from lockstep.topology import current\n\n    current.require()\n" if joined else ""
+    join = "    from lockstep import current\n\n    current.require()\n" if joined else ""
     done = run_script(tmp_path, join + GUIDE, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "thing_to_log" in line]

@@ -315,7 +315,7 @@ def test_an_accelerator_in_the_kernel_is_refused_with_the_fix(kernel: Kernel) ->
     assert "Restart the kernel, and make the Accelerator inside the function" in shown.error
     # One process is the kernel itself: that goes on working.
     assert kernel.run("notebook_launcher(lambda: 5, num_processes=1)").result == "[5]"
-    kernel.run("from lockstep.topology import current; current.reset()")
+    kernel.run("from lockstep import current; current.reset()")
 
 
 def test_the_example_runs(quiet_jupyter: None, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 def is_stuck(directory: RunDirectory) -> bool:
-    boxes = watch.look(directory)
+    boxes = watch.read_ranks(directory)
     if len(boxes) < 2 or boxes[0].op is None or not boxes[0].op.name.startswith("backward"):
         return False
     return boxes[0].now - boxes[0].op.since > 2 and boxes[1].stack != ()
@@ -98,7 +98,7 @@ def test_one_rank_by_its_process(job: Job, capsys: pytest.CaptureFixture[str]) -
 def test_a_process_that_listens_to_another_run_is_left_alone(job: Job, tmp_path: Path) -> None:
     box = read.read_all(job.directory.boxes)[1]
     size = job.directory.stack(1).stat().st_size
-    (told,) = stacks.ask(RunDirectory(path=tmp_path), [box])
+    (told,) = stacks.request_stacks(RunDirectory(path=tmp_path), [box])
     assert "no stack: " in told.problem  # its own run's file is the one that it holds open
     assert job.directory.stack(1).stat().st_size == size
 
@@ -149,11 +149,11 @@ def test_who_does_not_listen_is_not_signalled(tmp_path: Path, code: str, named: 
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        (told,) = stacks.ask(directory, [Snapshot(rank=0, world_size=1, pid=process.pid)])
+        (told,) = stacks.request_stacks(directory, [Snapshot(rank=0, world_size=1, pid=process.pid)])
         process.terminate()
         assert process.wait(timeout=20) == -signal.SIGTERM
         assert why in told.problem
-        (told,) = stacks.ask(directory, [Snapshot(rank=0, world_size=1, pid=process.pid)])
+        (told,) = stacks.request_stacks(directory, [Snapshot(rank=0, world_size=1, pid=process.pid)])
         assert told.problem == "no stack: the process has ended"
 
 

@@ -108,7 +108,7 @@ class Peers:
                 and header.rank == rank
                 and header.attempt == self._attempt
                 and header.machine == machine
-                and processes.look(header.pid, header.started).alive
+                and processes.find_process(header.pid, header.started).alive
             )
             words = _map(path) if fresh else None
             if words is None:

@@ -38,7 +38,7 @@ def environ_of(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def look(pid: int, began: int) -> Life:
+def find_process(pid: int, began: int) -> Life:
     """The process of this number that started then; ``began`` 0 when that is not known."""
     if not os.path.isdir("/proc/self"):
         return Life(alive=True)  # nobody to ask

@@ -42,7 +42,7 @@ def read_all(folder: Path, alive: bool = True, history: int = HISTORY) -> list[S
             continue
         header, snapshot = found
         if alive and header.machine == machine:
-            life = processes.look(header.pid, header.started)
+            life = processes.find_process(header.pid, header.started)
             if not life.alive:
                 # What it wrote between the first look and its end is there now.
                 header, snapshot = _read(path, history) or found
@@ -91,7 +91,7 @@ def _read(path: Path, history: int) -> tuple[Header, Snapshot] | None:
         for attempt in range(_TRIES):
             if attempt:
                 time.sleep(0)  # on one core the writer needs its turn
-            snapshot = _look(file, history, final=attempt == _TRIES - 1)
+            snapshot = _read_once(file, history, final=attempt == _TRIES - 1)
             if snapshot is not None:
                 break
         return snapshot
@@ -101,7 +101,7 @@ def _read(path: Path, history: int) -> tuple[Header, Snapshot] | None:
         os.close(file)
 
 
-def _look(file: int, history: int, final: bool) -> tuple[Header, Snapshot] | None:
+def _read_once(file: int, history: int, final: bool) -> tuple[Header, Snapshot] | None:
     """One look; None when it has to be repeated, unless it is the final one, or when this is no box."""
     # The stamp that is written last is read first, and before everything it stands for. Entered before left: if the
     # rank leaves in between, it looks as if it had left just now, and never as if it had left what it did not enter.

@@ -36,7 +36,7 @@ class CheckpointFolder:
     """Why it cannot be loaded; None when nothing speaks against it so far."""
 
 
-def look(path: Path) -> CheckpointFolder:
+def inspect_folder(path: Path) -> CheckpointFolder:
     """Whether a folder has a manifest, and all files in their full length."""
     folder = pending(path)
     if folder is None or not (folder / manifest.NAME).exists():  # of a model: the state is where it was
@@ -158,7 +158,7 @@ class Checking:
 
 def verify(path: Path, threads: int | None = None) -> list[str]:
     """Read a checkpoint through; what is wrong with it, nothing when it is whole."""
-    seen = look(path)
+    seen = inspect_folder(path)
     if seen.problem is not None or seen.manifest is None:
         return [str(seen.problem)]
     files = StateFiles(seen.folder, seen.manifest)
@@ -168,7 +168,7 @@ def verify(path: Path, threads: int | None = None) -> list[str]:
 
 def additional(path: Path) -> list[str]:
     """Files in a checkpoint's folder that are not part of it: nothing of them is ever loaded."""
-    seen = look(path)
+    seen = inspect_folder(path)
     listed = set() if seen.manifest is None else {*seen.manifest.files, manifest.NAME}
     found = (Path(parent, name) for parent, _, names in os.walk(seen.folder) for name in names)
     return sorted(name for file in found if (name := file.relative_to(seen.folder).as_posix()) not in listed)

@@ -105,7 +105,7 @@ def _try(
     exchange: Exchange,
     models: Callable[[Path], list[nn.Module]],
 ) -> LoadResult | str:
-    seen = discovery.look(path)
+    seen = discovery.inspect_folder(path)
     foreign = seen.manifest is None and not request.many and is_foreign(path)
     problem = None if foreign else seen.problem
     told = exchange(problem, "looking at a checkpoint")

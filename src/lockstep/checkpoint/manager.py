@@ -172,7 +172,7 @@ class CheckpointManager:
     def _where(self, input_dir: str | os.PathLike[str] | None) -> dict[str, Any]:
         if input_dir is not None:
             place = Path(os.path.abspath(os.path.expanduser(input_dir)))
-            many = place.is_dir() and discovery.look(place).manifest is None and bool(commit.numbered(place))
+            many = place.is_dir() and discovery.inspect_folder(place).manifest is None and bool(commit.numbered(place))
             return {"place": place, "many": many}
         project = self._owner.project_configuration
         if not project.automatic_checkpoint_naming:

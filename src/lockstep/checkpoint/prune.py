@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from lockstep.checkpoint.discovery import look
+from lockstep.checkpoint.discovery import inspect_folder
 from lockstep.storage.commit import discard, numbered
 from lockstep.storage.disk import Disk
 
@@ -29,6 +29,6 @@ def surplus(folder: Path, keep: int) -> list[Path]:
     for _, path in numbered(folder):
         if kept >= keep:
             found += [path] if any(path.glob("lockstep_*")) else []
-        elif look(path).problem is None:
+        elif inspect_folder(path).problem is None:
             kept += 1
     return found

@@ -80,13 +80,13 @@ def _checkpoints(place: Path) -> tuple[list[Path], Path]:
     for folder in (place, place / "checkpoints"):
         if commit.numbered(folder):
             return [path for _, path in commit.numbered(folder)], folder
-    if discovery.look(place).manifest is not None or any(place.iterdir()):
+    if discovery.inspect_folder(place).manifest is not None or any(place.iterdir()):
         return [place], place
     raise ConfigError(f"{place} is empty: there is no checkpoint in it.")
 
 
 def _row(path: Path, *, read: bool) -> CheckpointRow:
-    seen = discovery.look(path)
+    seen = discovery.inspect_folder(path)
     problems = discovery.verify(path) if read else [seen.problem] if seen.problem is not None else []
     about = {} if seen.manifest is None else seen.manifest.about
     good = "verified" if read else "complete"

@@ -13,7 +13,7 @@ from lockstep.config import env
 from lockstep.doctor import table
 from lockstep.doctor.checks import CHECKS
 from lockstep.doctor.context import Situation
-from lockstep.doctor.finding import Finding, exit_code, told
+from lockstep.doctor.finding import Finding, exit_code, to_json
 from lockstep.doctor.run import run_checks
 from lockstep.rundir.printable import printable
 from lockstep.topology import environments
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if place.launcher == "none":
         findings = run_checks(_alone(arguments, environ), told=_CheckProgress().tell)
         if arguments.json:
-            print(json.dumps(told(findings), indent=2))
+            print(json.dumps(to_json(findings), indent=2))
         else:
             print(printable("\n".join([*table.lines(findings), table.summary(findings)])))
         return exit_code(findings)

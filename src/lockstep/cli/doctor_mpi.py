@@ -8,7 +8,7 @@ import sys
 
 from lockstep.config import env
 from lockstep.doctor import table
-from lockstep.doctor.finding import exit_code, told
+from lockstep.doctor.finding import exit_code, to_json
 from lockstep.rundir.printable import printable
 
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         said=lambda text: print(f"lockstep doctor mpi: {printable(text)}", file=sys.stderr, flush=True),
     )
     if arguments.json:
-        print(json.dumps(told(findings), indent=2))
+        print(json.dumps(to_json(findings), indent=2))
     else:
         print(printable("\n".join([*table.lines(findings), table.summary(findings)])))
     return exit_code(findings)

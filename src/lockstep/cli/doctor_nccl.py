@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _show(reading: Reading, *, as_json: bool, **more: object) -> None:
-    from lockstep.doctor.finding import told
+    from lockstep.doctor.finding import to_json
     from lockstep.doctor.nccl import findings, report
 
     if as_json:
@@ -79,7 +79,7 @@ def _show(reading: Reading, *, as_json: bool, **more: object) -> None:
             **more,
             "logs": list(reading.logs),
             "story": findings.plain(reading.story),
-            **told(reading.findings),
+            **to_json(reading.findings),
         }
         print(json.dumps(shown, indent=2))
         return

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         directory = find(arguments.run, asked=env.snapshot().get(constants.VARIABLE))
         boxes = watch.require(directory)
-    told = ask(directory, boxes)
+    told = request_stacks(directory, boxes)
     if arguments.json:
         print(json.dumps({"run": str(directory.path), "ranks": [asdict(one) for one in told]}, indent=1))
     else:
@@ -104,14 +104,14 @@ def _of_process(pid: int) -> tuple[RunDirectory, list[Snapshot]]:
     named = _run_of(pid, environ)
     if named is not None and os.path.isdir(named):
         directory = RunDirectory(path=Path(named))
-        boxes = [box for box in watch.look(directory) if box.pid == pid]
+        boxes = [box for box in watch.read_ranks(directory) if box.pid == pid]
         # Before its Accelerator is made a rank has no box, but it listens already.
         rank = constants.rank_in(environ)
         return directory, boxes or [Snapshot(rank=rank, world_size=1, host=os.uname().nodename, pid=pid)]
     for folder in sorted(Path(os.path.abspath(".lockstep/runs")).glob("*"), reverse=True):
         if not folder.is_symlink():
             directory = RunDirectory(path=folder)
-            boxes = [box for box in watch.look(directory) if box.pid == pid and box.alive]
+            boxes = [box for box in watch.read_ranks(directory) if box.pid == pid and box.alive]
             if boxes:
                 return directory, boxes
     seen = "its environment does not name a run directory" if processes.started(pid) else "there is no such process"
@@ -140,7 +140,7 @@ def refusal(directory: RunDirectory, box: Snapshot) -> str:
     if header is not None and header.pid == box.pid:
         if header.machine != layout.this_machine():
             return f"no stack: it is on another machine; run `lockstep stacks` on {box.host or 'that one'}"
-        if not processes.look(box.pid, header.started).alive:
+        if not processes.find_process(box.pid, header.started).alive:
             return "no stack: the process has ended"
     if not _listens(box.pid, directory.stack(box.rank)):
         return "no stack: not asked, because it does not listen for SIGUSR2, which would end it"
@@ -170,7 +170,7 @@ def _listens(pid: int, file: Path) -> bool:
 # ---------------------------------------------------------------- asking
 
 
-def ask(directory: RunDirectory, boxes: Sequence[Snapshot]) -> list[Told]:
+def request_stacks(directory: RunDirectory, boxes: Sequence[Snapshot]) -> list[Told]:
     """Signal the ranks that listen, and collect what they write."""
     problems: dict[int, str] = {}
     before: dict[int, int] = {}

@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 # ---------------------------------------------------------------- looking
 
 
-def look(directory: RunDirectory) -> list[Snapshot]:
+def read_ranks(directory: RunDirectory) -> list[Snapshot]:
     """The ranks of a run as they are now, with what their reporters add."""
     boxes = together(read.read_all(directory.boxes))
     here = os.uname().nodename
@@ -104,7 +104,7 @@ def look(directory: RunDirectory) -> list[Snapshot]:
 
 def require(directory: RunDirectory) -> list[Snapshot]:
     """The ranks of a run; ConfigError when none has left a black box."""
-    boxes = look(directory)
+    boxes = read_ranks(directory)
     if not boxes:
         raise ConfigError(
             f"No rank of the run {directory.path} has a black box. A rank has one from the moment it makes its "
@@ -265,7 +265,7 @@ def _show_once(directory: RunDirectory, as_json: bool) -> None:
     before = require(directory)
     if any(box.alive and not box.closed for box in before):
         time.sleep(_INTERVAL)  # steps per second need a second look
-    boxes = look(directory) or before
+    boxes = read_ranks(directory) or before
     found = rows(boxes, rates(before, boxes), memory(boxes))
     if as_json:
         said = {"run": str(directory.path), "ranks": [asdict(row) for row in found], "note": absent(boxes)}
@@ -286,7 +286,7 @@ def _follow(directory: RunDirectory) -> None:
         require(directory)
     with Live(auto_refresh=False) as live:
         while True:
-            boxes = look(directory)
+            boxes = read_ranks(directory)
             looks.append(boxes)
             note = absent(boxes) if boxes else "No rank has come to its Accelerator yet."
             live.update(render(directory, rows(boxes, rates(looks[0], boxes), memory(boxes)), note), refresh=True)

@@ -21,7 +21,7 @@ def is_in(tree: Any) -> bool:
     return any(_is_nested(leaf) for _, leaf in trees.walk_paths(tree))
 
 
-def keep(tree: Any, pad: Callable[[Any], Any]) -> Any:
+def pad_others(tree: Any, pad: Callable[[Any], Any]) -> Any:
     """Pad the structure, without its nested tensors, and warn."""
     warnings.warn(
         "pad_across_processes leaves nested tensors as they are: they have no size to pad to. Pad before nesting.",

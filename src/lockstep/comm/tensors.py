@@ -459,7 +459,9 @@ def pad_across_processes(
     do nested tensors, with a warning.
     """
     if nested_tensors.is_in(tree):
-        return nested_tensors.keep(tree, lambda flat: pad_across_processes(group, flat, dim, pad_index, pad_first))
+        return nested_tensors.pad_others(
+            tree, lambda flat: pad_across_processes(group, flat, dim, pad_index, pad_first)
+        )
     leaves, _ = trees.flatten(tree)
     trees.require_tensors(leaves, tree, "pad_across_processes")
     if group.world_size == 1:

@@ -139,7 +139,7 @@ class Iteration:
     def _begin(self, inner: DataLoader[Any], shard: Shard) -> None:
         loader = self.loader
         self.epoch.begins(self)
-        loader_state.tell_epoch(inner, self.number)
+        loader_state.set_epoch(inner, self.number)
         self.remaining, self.remainder = shard.left(), shard.expected_remainder()
         self.passed = int(shard.restored or 0) if shard.resumes else shard.skip
         self.start = shard.places(max(1, inner.num_workers))
@@ -305,7 +305,7 @@ class Iteration:
     def _tell(self, error: Exception, round_: GlobalBatch | None) -> None:
         from lockstep.data import read_errors  # loaded when something has failed
 
-        read_errors.tell(error, self.loader._group, round_)
+        read_errors.annotate_error(error, self.loader._group, round_)
 
     def _audit(self, inner: DataLoader[Any], shard: Shard) -> Audit | None:
         fresh = not (self.epoch.audited or shard.skip or any(self.start))

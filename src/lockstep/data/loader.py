@@ -182,7 +182,7 @@ class PreparedDataLoader(DataLoader[Any]):
     def begin_epoch(self, epoch: int) -> None:
         """Count epochs from here, and tell everything that wants to know."""
         self._epoch.number = epoch
-        loader_state.tell_epoch(self.inner, epoch)
+        loader_state.set_epoch(self.inner, epoch)
 
     # --- where it is -------------------------------------------------------------------------------------------
 

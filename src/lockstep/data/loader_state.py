@@ -81,7 +81,7 @@ def check(loader: PreparedDataLoader, state: dict[str, Any]) -> None:
         )
     workers = max(1, loader.inner.num_workers)
     streams = isinstance(shard, ShardedIterable) and loader.reads and any(places) and not ended
-    if streams and len(places) != workers and not _goes_on_by_itself(loader, state):
+    if streams and len(places) != workers and not _resumes_itself(loader, state):
         raise DataError(
             f"The state of this iterable data set was taken with {len(places)} worker(s), each with a stream of its "
             f"own; this loader has {workers}. Use the same num_workers."
@@ -133,7 +133,7 @@ def _pass_over(loader: PreparedDataLoader, shard: Shard) -> None:
 def _place_stream(loader: PreparedDataLoader, shard: ShardedIterable, places: list[int], state: dict[str, Any]) -> None:
     if not loader.reads:
         return
-    if _goes_on_by_itself(loader, state):
+    if _resumes_itself(loader, state):
         if any(places):
             loader.inner.load_state_dict(state["inner"])  # type: ignore[attr-defined]
             shard.counted_from = places
@@ -146,7 +146,7 @@ def _place_stream(loader: PreparedDataLoader, shard: ShardedIterable, places: li
         shard.starts = places
 
 
-def _goes_on_by_itself(loader: PreparedDataLoader, state: dict[str, Any]) -> bool:
+def _resumes_itself(loader: PreparedDataLoader, state: dict[str, Any]) -> bool:
     """Whether torchdata's loader has said where it stood, and can be told."""
     same = state["inner"] is not None and state["world_size"] == loader._group.world_size
     return same and _stateful(loader.inner)
@@ -214,7 +214,7 @@ def parts(inner: DataLoader[Any]) -> list[Any]:
     return [*found, inner.dataset]
 
 
-def tell_epoch(inner: DataLoader[Any], epoch: int) -> None:
+def set_epoch(inner: DataLoader[Any], epoch: int) -> None:
     """Tell samplers and data set which epoch begins, if they want to know: an iteration left early did not count."""
     for part in parts(inner):
         if hasattr(part, "set_epoch"):

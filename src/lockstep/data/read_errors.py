@@ -15,7 +15,7 @@ from lockstep.process_group.group import Group
 _TOLD = "_lockstep_told"
 
 
-def tell(error: Exception, group: Group, round_: GlobalBatch | None) -> None:
+def annotate_error(error: Exception, group: Group, round_: GlobalBatch | None) -> None:
     """Add to an error which samples were being read, and free the ranks that will wait for this one."""
     if isinstance(error, PeerFailure) or getattr(error, _TOLD, False):
         return  # who failed has told everybody

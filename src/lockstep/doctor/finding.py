@@ -44,7 +44,7 @@ def worst(findings: Iterable[Finding]) -> Status:
     return max((finding.status for finding in findings), key=_GRAVITY.index, default="ok")
 
 
-def told(findings: Sequence[Finding]) -> dict[str, Any]:
+def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """All of them, for JSON."""
     return {"ok": exit_code(findings) == 0, "findings": [finding.plain() for finding in findings]}
 

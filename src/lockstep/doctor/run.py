@@ -41,17 +41,17 @@ def run_checks(situation: Situation, checks: Sequence[DoctorCheck] = CHECKS, tol
             assert isinstance(reader, Connection)
             check, process, _ = running.pop(reader)
             found[check.name] = _received(reader, check, process)
-            _tell(told, check, found)
+            _send_result(told, check, found)
         for reader, (check, process, deadline) in list(running.items()):
             if time.monotonic() >= deadline:
                 del running[reader]
                 found[check.name] = [_given_up(check)]
                 _end(reader, process)
-                _tell(told, check, found)
+                _send_result(told, check, found)
     return [finding for check in checks for finding in found[check.name]]
 
 
-def look(check: DoctorCheck, situation: Situation) -> list[Finding]:
+def run_check(check: DoctorCheck, situation: Situation) -> list[Finding]:
     """Run one check here and now; one that breaks is a finding too."""
     module, _, function = check.place.partition(":")
     try:
@@ -61,14 +61,14 @@ def look(check: DoctorCheck, situation: Situation) -> list[Finding]:
     return [answer] if isinstance(answer, Finding) else list(answer)
 
 
-def _tell(told: Told | None, check: DoctorCheck, found: dict[str, list[Finding]]) -> None:
+def _send_result(told: Told | None, check: DoctorCheck, found: dict[str, list[Finding]]) -> None:
     if told is not None:
         told(check, found[check.name])
 
 
 def _answer(writer: Connection, check: DoctorCheck, situation: Situation) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the doctor, which ends its checks
-    writer.send([finding.plain() for finding in look(check, situation)])
+    writer.send([finding.plain() for finding in run_check(check, situation)])
     writer.close()
 
 

@@ -12,7 +12,7 @@ from lockstep.guard import stack_note
 from lockstep.guard.crash import different_calls
 from lockstep.guard.diagnosis import RankLocation
 from lockstep.guard.rank_location import at, last_steps, state
-from lockstep.guard.remedies import KILLED, gone
+from lockstep.guard.remedies import KILLED, ended_rank_cause
 
 _MOST = 4
 """Dead ranks that are described."""
@@ -42,7 +42,7 @@ def describe_left(left: Sequence[Snapshot], doing: str = "") -> str:
     """Who came to the end of the script while others wait, what it did last, the likely cause, and what to do."""
     words = sorted({box.words for box in left if box.words})
     place = RankLocation(ranks=tuple(box.rank for box in left), doing="have finished", detail="; ".join(words))
-    why = gone(place, [RankLocation(ranks=(), doing=doing)])
+    why = ended_rank_cause(place, [RankLocation(ranks=(), doing=doing)])
     ended = f"{state(place)}{f' ({place.detail})' if place.detail else ''}"
     last = left[0].history[-1] if left[0].history else None
     after = f" Its last collective was {at(last)}." if last is not None else ""

@@ -65,7 +65,7 @@ def diagnose(
         restarts=restarts,
     )
     doubtful = None
-    for rule in (_different, _gone, _raw, _torch_calls, _missing):
+    for rule in (_different, _ended_ranks, _raw, _torch_calls, _missing):
         found = rule(job)
         if found is None:
             continue
@@ -236,7 +236,7 @@ def elsewhere(box: Snapshot, generation: int, number: int, since: float) -> str:
 # --- somebody will never come --------------------------------------------------------------------------------------
 
 
-def _gone(job: JobSnapshot) -> Diagnosis | None:
+def _ended_ranks(job: JobSnapshot) -> Diagnosis | None:
     waiters = [box for box in job.here if waited(box) >= job.blocked_for]
     furthest = max((box.op.seq for box in waiters if box.op), default=0)
     # A box of an older group says nothing about numbers of this one, only that its rank is not there.
@@ -273,7 +273,7 @@ def _gone(job: JobSnapshot) -> Diagnosis | None:
         missing=missing,
         together=job.together(),
         seconds=seconds,
-        why=remedies.gone(missing[0], waiting),
+        why=remedies.ended_rank_cause(missing[0], waiting),
     )
 
 

@@ -166,7 +166,11 @@ class RankGuard(Monitor):
         while self._before_me:
             lowest = read_header(self._before_me[0])
             # One that has not come yet will come, and one of an earlier job says nothing.
-            if lowest is None or lowest.attempt != self._job or processes.look(lowest.pid, lowest.started).alive:
+            if (
+                lowest is None
+                or lowest.attempt != self._job
+                or processes.find_process(lowest.pid, lowest.started).alive
+            ):
                 return
             del self._before_me[0]
             if not self._before_me:

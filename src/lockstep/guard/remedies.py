@@ -233,7 +233,7 @@ def is_follower(place: RankLocation) -> bool:
     return bool(_FOLLOWER.search(place.detail))
 
 
-def gone(place: RankLocation, waiting: Sequence[RankLocation]) -> CauseAndFix:
+def ended_rank_cause(place: RankLocation, waiting: Sequence[RankLocation]) -> CauseAndFix:
     """Ranks wait for one that has ended."""
     who = _sentence(name_ranks(place.ranks, RANGES))
     was = "was" if len(place.ranks) == 1 else "were"

@@ -101,7 +101,7 @@ def for_gloo(environ: Mapping[str, str], interfaces: Sequence[Interface], name: 
     """As gloo chooses: the interface it is told, else the first address of the host's name that is this machine's."""
     told = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     if told:
-        return _told("GLOO_SOCKET_IFNAME", told, [each for each in interfaces if each.name == told], interfaces)
+        return _as_asked("GLOO_SOCKET_IFNAME", told, [each for each in interfaces if each.name == told], interfaces)
     name = socket.gethostname() if name is None else name
     for address in resolve(name):
         found = holder(address, interfaces)
@@ -119,7 +119,9 @@ def for_nccl(environ: Mapping[str, str], interfaces: Sequence[Interface]) -> Int
     told = environ.get("NCCL_SOCKET_IFNAME", "").strip()
     usable = [each for each in interfaces if each.up and each.addresses]
     if told:
-        return _told("NCCL_SOCKET_IFNAME", told, [each for each in usable if nccl_allows(told, each.name)], interfaces)
+        return _as_asked(
+            "NCCL_SOCKET_IFNAME", told, [each for each in usable if nccl_allows(told, each.name)], interfaces
+        )
     for start, reason in (("ib", "NCCL takes interfaces of InfiniBand first"), ("", "NCCL takes the first one that")):
         for each in usable:
             if each.name.startswith(start) and not each.is_loopback and not each.name.startswith("docker"):
@@ -141,7 +143,9 @@ def nccl_allows(told: str, name: str) -> bool:
     return matches != exclude
 
 
-def _told(variable: str, told: str, matching: Sequence[Interface], interfaces: Sequence[Interface]) -> InterfaceChoice:
+def _as_asked(
+    variable: str, told: str, matching: Sequence[Interface], interfaces: Sequence[Interface]
+) -> InterfaceChoice:
     usable = [each for each in matching if each.up and each.addresses]
     reason = f"{variable}={told}"
     if usable:

@@ -82,7 +82,7 @@ def _as_shell(code: int) -> str:
     return ""
 
 
-def tell(
+def render_report(
     exits: Sequence[Exit],
     words: Sequence[CrashReport],
     *,

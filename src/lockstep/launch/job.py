@@ -234,7 +234,7 @@ class _Job:
         return kills is not None and self.kills is not None and kills > self.kills
 
     def _fail(self, exits: tuple[Exit, ...], lost: tuple[Node, ...] = ()) -> int:
-        text, code = failure_report.tell(
+        text, code = failure_report.render_report(
             exits,
             self._words(),
             logs=self.logs,
@@ -255,7 +255,7 @@ class _Job:
         # srun gives the code of whichever node it ended last: the first failure's own is the one that says something.
         exits = tuple(Exit(rank=word.rank, code=_code_of(word), pid=word.pid) for word in said)
         if self.plan.kind == "srun":  # the agents on the nodes have told it
-            return failure_report.tell(exits, said, logs=self.logs)[1]
+            return failure_report.render_report(exits, said, logs=self.logs)[1]
         return self._fail(exits)
 
     def _is_new(self, word: crash_report.CrashReport) -> bool:

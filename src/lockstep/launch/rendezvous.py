@@ -61,7 +61,7 @@ def open_meeting(plan: LaunchPlan, tell: Callable[[str], None]) -> NodeRendezvou
     )
     secret = read_secret(env.snapshot())
     try:
-        with _told(tell, lambda: _obstacle(plan), plan.machines, after=_ONE_TRY):
+        with _report_long_wait(tell, lambda: _obstacle(plan), plan.machines, after=_ONE_TRY):
             if plan.rdzv_backend != "c10d" or parameters.get("store_type", "tcp") != "tcp":
                 return NodeRendezvous(registry.get_rendezvous_handler(parameters), plan, tell, secret)
             handler, store = open_c10d(parameters, secret)
@@ -99,7 +99,7 @@ class NodeRendezvous(RendezvousHandler):
         """Called on: all machines. Meet, agree on numbers and on the name of this attempt."""
         number = self._plan.machines
         waiting = f"waiting for {number} machines at {self._plan.endpoint} …"
-        with _told(self._say, lambda: waiting, number, f"all {number} machines are here."):
+        with _report_long_wait(self._say, lambda: waiting, number, f"all {number} machines are here."):
             # Torch would host one more store for the ranks, which listens at every interface.
             own = {} if self._shared is None else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
             with env.patched(own):
@@ -251,7 +251,7 @@ def _obstacle(plan: LaunchPlan) -> str:
 
 
 @contextlib.contextmanager
-def _told(
+def _report_long_wait(
     say: Callable[[str], None], what: Callable[[], str], machines: int, then: str = "", after: float = _SILENCE
 ) -> Iterator[None]:
     """Say what takes so long, once it does, and when it is over."""

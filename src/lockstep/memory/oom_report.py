@@ -149,7 +149,7 @@ def _remedies(error: BaseException, accelerator: Any, kept: _Kept, on_host: bool
     models = [] if accelerator is None else accelerator._models
     if models and not any(model.training for model in models) and _builds_graph(error):
         yield "Evaluate under torch.no_grad(): the models are in eval mode, and yet a graph for backward is kept."
-    if "DataLoader worker" in text or _came_through(error, os.path.join("utils", "data")):
+    if "DataLoader worker" in text or _is_in_traceback(error, os.path.join("utils", "data")):
         yield "It ran out while reading data: use fewer num_workers, or a smaller prefetch_factor or batch."
     batch = _batch_size(accelerator)
     if batch is not None and batch > 1:
@@ -191,7 +191,7 @@ def _builds_graph(error: BaseException) -> bool:
     return False
 
 
-def _came_through(error: BaseException, folder: str) -> bool:
+def _is_in_traceback(error: BaseException, folder: str) -> bool:
     trace = error.__traceback__
     while trace is not None:
         if (

@@ -94,11 +94,11 @@ def _load(assignment: Assignment, folder: OffloadFolder | None, path: Path) -> N
     assignment.run()
     if folder is not None:
         folder.finish()
-    _tell(assignment.loaded, path)
+    _log_differences(assignment.loaded, path)
     return assignment.loaded
 
 
-def _tell(loaded: NameDifferences, path: Path) -> None:
+def _log_differences(loaded: NameDifferences, path: Path) -> None:
     for names, what in (
         (loaded.missing_keys, "weights of the model are not in it and were left as they are"),
         (loaded.unexpected_keys, "of its weights are not in the model and were not used"),

@@ -19,7 +19,7 @@ from lockstep.numerics import report
 from lockstep.numerics.batches import Batches
 from lockstep.numerics.dtype_limits import SCALER_PATIENCE
 from lockstep.numerics.gradients import Gradients, Updates
-from lockstep.numerics.process import keep, this_process
+from lockstep.numerics.process import append_report, this_process
 from lockstep.numerics.report import Hit, Underflow
 from lockstep.numerics.stats import Numbers
 from lockstep.numerics.tensor_reader import FrameRow, ModuleCall, TensorReader, inputs_of, leaves_of
@@ -262,9 +262,9 @@ class DebugUnderflowOverflow:
             return
         process = this_process()
         said = self._who() if self._who is not None else ""
-        text = report.tell(hit, who=", ".join(filter(None, (process.name, said))))
+        text = report.render_hit(hit, who=", ".join(filter(None, (process.name, said))))
         print(text, flush=True)
-        raise NumericsError(report.reason(hit, process.name, keep(process.folder, process.rank, text)))
+        raise NumericsError(report.reason(hit, process.name, append_report(process.folder, process.rank, text)))
 
 
 class _ModuleHook:

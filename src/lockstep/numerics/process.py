@@ -40,7 +40,7 @@ def this_process() -> Process:
     return Process(rank=place.rank, world_size=place.world_size)
 
 
-def keep(folder: Path | None, rank: int, text: str) -> Path | None:
+def append_report(folder: Path | None, rank: int, text: str) -> Path | None:
     """Add a report to the run's folder; the file, or None without a folder. A disk that fails must not hide it."""
     if folder is None:
         return None

@@ -102,7 +102,7 @@ def render(frames: Sequence[Frame]) -> str:
     return "\n".join(lines)
 
 
-def tell(hit: Hit, *, who: str = "", title: str = "") -> str:
+def render_hit(hit: Hit, *, who: str = "", title: str = "") -> str:
     """The whole report; ``who`` says which rank and which samples, where that is known."""
     lines = ["", title or f"Detected inf/nan during batch_number={hit.batch}"]
     lines += [f"in {who}"] if who else []

@@ -15,7 +15,7 @@ from lockstep.numerics import report
 from lockstep.numerics.aggregate import NonFiniteFinding, claim, forget, put_together
 from lockstep.numerics.detector import DebugUnderflowOverflow
 from lockstep.numerics.policy import MonitorContext
-from lockstep.numerics.process import keep
+from lockstep.numerics.process import append_report
 from lockstep.numerics.replay import replay
 from lockstep.numerics.replay_buffer import Forward
 from lockstep.numerics.report import Hit
@@ -67,13 +67,13 @@ class NanReporter:
     def log(self, text: str) -> None:
         """Tell it, and keep it with the run."""
         get_logger("lockstep.numerics").warning("%s", text.rstrip(), main_process_only=False)
-        keep(self._around.folder, self._group.rank, text)
+        append_report(self._around.folder, self._group.rank, text)
 
     def _finding(self, what: str, samples: Any, forwards: list[Forward]) -> NonFiniteFinding:
         hit, words = _search(forwards) if self._hits <= _REPLAYS else (None, "")
         own = hit is not None or "loss" in what
         if hit is not None:
-            words = report.tell(hit, title=_AGAIN).strip()
+            words = report.render_hit(hit, title=_AGAIN).strip()
             what = what or hit.line()
         elif "norm" in what:
             words = "The forward is finite, the backward is not; clipping has spread it over all gradients."
@@ -137,9 +137,9 @@ def attach_detector(
         if first != group.rank:
             raise NumericsError(f"Rank {first} found a bad number first; its report tells where. Here: {hit.line()}.")
         place = f"rank {group.rank}" if group.world_size > 1 else ""
-        text = report.tell(hit, who=", ".join(part for part in (place, who()) if part))
+        text = report.render_hit(hit, who=", ".join(part for part in (place, who()) if part))
         print(text, flush=True)
-        kept = keep(folder, group.rank, text)
+        kept = append_report(folder, group.rank, text)
         if group.world_size > 1:
             group.abort(f"NumericsError: {hit.line()}", leaving=True)
         raise NumericsError(report.reason(hit, place, kept))

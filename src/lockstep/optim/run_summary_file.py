@@ -14,7 +14,7 @@ NAME = "lockstep_run.json"
 _LARGEST = 1 << 20
 
 
-def keep(project_dir: str, record: RunSummary) -> list[str]:
+def write_summary(project_dir: str, record: RunSummary) -> list[str]:
     """Called on: the main process. Put the record in the place of the last run's; gives what is worth a warning.
 
     Never raises for a file that cannot be read or written: a training must not end because of its records.

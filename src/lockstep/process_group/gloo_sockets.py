@@ -5,7 +5,7 @@ raise. They are told from everybody else's by their ports: each rank's gloo list
 belongs to the group exactly when its near end is our listener or its far end is a peer's.
 
 A connection on which bytes arrived for a collective that is over is never read again, so gloo never learns that it
-was shut: its event loop is woken for it without end, and takes a whole core. ``settle`` puts an end to that.
+was shut: its event loop is woken for it without end, and takes a whole core. ``drain_closed_sockets`` ends that.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def shut(found: dict[int, int]) -> int:
     return count
 
 
-def settle(ports: frozenset[int]) -> None:
+def drain_closed_sockets(ports: frozenset[int]) -> None:
     """Keep a group that listened on these ports, and that outlives its end, from spinning in its event loop.
 
     gloo gets a moment to notice that its connections were shut. What it does not notice by then, it never will.

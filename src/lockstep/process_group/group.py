@@ -477,7 +477,7 @@ class Group:
             dist.destroy_process_group()
         self._pg = None
         self.backends.clear()
-        gloo_sockets.settle(self._own_ports)
+        gloo_sockets.drain_closed_sockets(self._own_ports)
 
     def _store_barrier(self, purpose: str) -> None:
         """Wait in the store until every rank is here; say who is missing when they do not come."""
@@ -537,7 +537,7 @@ class Group:
             dist.destroy_process_group()
             sys.excepthook = self._excepthook or sys.excepthook
         if kept:
-            gloo_sockets.settle(self._own_ports)
+            gloo_sockets.drain_closed_sockets(self._own_ports)
         self._shutdown_handshake()
         self._pg = None
         self.backends.clear()

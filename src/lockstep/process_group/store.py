@@ -39,7 +39,7 @@ def open_store(
         return kept[url]
     kept.clear()
     try:
-        with _told(topology, url):
+        with _report_while_opening(topology, url):
             store = _host(topology, url, timeout)
             if store is None:
                 store, _, _ = next(dist.rendezvous(url, topology.rank, topology.world_size, timeout=timeout))  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def _host(topology: Topology, url: str, timeout: timedelta) -> Store | None:
     )
 
 
-def _told(topology: Topology, url: str) -> AbstractContextManager[None]:
+def _report_while_opening(topology: Topology, url: str) -> AbstractContextManager[None]:
     """Around opening the store: what is in the way to it, and that it waits for others, is told."""
     where = urlsplit(url)
     if where.scheme != "tcp" or where.hostname is None or where.port is None:

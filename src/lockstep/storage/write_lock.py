@@ -112,7 +112,9 @@ def sweep(path: Path, disk: Disk) -> None:
         if match := pattern.fullmatch(name):
             left = path.with_name(name)
             visible = match[1] is not None and match[1] == _spell(mine).rsplit("-", 2)[0]
-            if (visible and not processes.look(int(match[2]), int(match[3])).alive) or _age(left, path) > PATIENCE:
+            if (visible and not processes.find_process(int(match[2]), int(match[3])).alive) or _age(
+                left, path
+            ) > PATIENCE:
                 disk.unlink(left)
 
 
@@ -201,7 +203,7 @@ def _is_visible(owner: dict[str, Any]) -> bool:
 
 
 def _dead_for_sure(owner: dict[str, Any]) -> bool:
-    return _is_visible(owner) and not processes.look(owner["pid"], owner["started"]).alive
+    return _is_visible(owner) and not processes.find_process(owner["pid"], owner["started"]).alive
 
 
 def _shows_life(path: Path, probe: Path | None) -> bool:

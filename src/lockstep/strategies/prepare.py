@@ -335,7 +335,7 @@ class PrepareMethods(ProcessView, DataOptions, StateMethods, MemoryMethods, Moni
         notices.info(self._record.line())
         told = run_summary.compare_loaded(self._loaded_run, self._record)
         folder = self.project_configuration.project_dir
-        told += run_summary_file.keep(folder, self._record) if folder else []
+        told += run_summary_file.write_summary(folder, self._record) if folder else []
         for warning in dict.fromkeys(told):
             notices.warning(warning)
 

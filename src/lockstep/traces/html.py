@@ -120,7 +120,7 @@ def _plain(stat: Stat) -> list[Any]:
 
 
 def _asset(name: str) -> str:
-    return resources.files("lockstep.numerics").joinpath("page").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("lockstep.traces").joinpath("page").joinpath(name).read_text(encoding="utf-8")
 
 
 def _embed(file: IO[str], name: str, data: bytes) -> None:

@@ -13,7 +13,7 @@ from lockstep.doctor import checks as room
 from lockstep.doctor.checks import CHECKS, DoctorCheck
 from lockstep.doctor.context import Situation
 from lockstep.doctor.finding import Finding, exit_code, worst
-from lockstep.doctor.run import look, run_checks
+from lockstep.doctor.run import run_check, run_checks
 
 # A module of checks beside the real ones, as far as Python can tell.
 PATIENTS = """
@@ -88,7 +88,7 @@ def _children() -> set[str]:
 
 
 def test_a_check_that_is_not_there_is_a_finding() -> None:
-    (finding,) = look(DoctorCheck(name="lost", place="nowhere:nothing"), Situation())
+    (finding,) = run_check(DoctorCheck(name="lost", place="nowhere:nothing"), Situation())
     assert finding.status == "warning"
     assert "ModuleNotFoundError" in finding.what
 

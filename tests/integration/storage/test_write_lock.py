@@ -23,7 +23,7 @@ from lockstep.storage.disk import Disk
 WRITER = """
 import sys
 from pathlib import Path
-from lockstep.checkpoint import write_lock
+from lockstep.storage import write_lock
 from lockstep.storage.commit import Staging
 from lockstep.storage.disk import Disk
 from lockstep.errors import CheckpointError

@@ -165,5 +165,5 @@ def test_what_a_screen_reader_is_told_and_a_dark_screen(tmp_path):
 
 
 def test_the_assets_are_part_of_the_package():
-    folder = Path(__file__).parents[3] / "src" / "lockstep" / "numerics" / "page"
+    folder = Path(__file__).parents[3] / "src" / "lockstep" / "traces" / "page"
     assert sorted(path.name for path in folder.iterdir()) == ["heatmap.css", "heatmap.js"]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.unit.launch.test_report import ended, words
 
 from lockstep.blackbox.box import Box
 from lockstep.blackbox.peers import box_path
@@ -25,6 +24,7 @@ from lockstep.traces.html import write_page
 from lockstep.traces.read_trace import open_run
 from tests.browser import BROWSER, WHY_NOT, Page
 from tests.unit.doctor.net.reports import healthy
+from tests.unit.launch.test_failure_report import ended, words
 from tests.unit.numerics.making import call, changed, small_run, stat, write
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r"
@@ -75,7 +75,7 @@ def test_a_failure_report(tmp_path: Path) -> None:
     one = words(0, host=ESCAPE, message=ESCAPE, traceback=f"T {ESCAPE}\n", line=ESCAPE, advice=ESCAPE, kind=ESCAPE)
     errors = {0: f"\x1b[31mError: red\x1b[0m {ESCAPE.strip()}\n".encode()}
     for said in ([one], []):
-        text, _ = failure_report.tell([ended(0, 1), ended(1, 1)], said, logs=tmp_path, last_errors=errors)
+        text, _ = failure_report.render_report([ended(0, 1), ended(1, 1)], said, logs=tmp_path, last_errors=errors)
         assert not _ACTS.search(text)
         assert not _ACTS.search(failure_report.one_line([ended(0, 1)], said))
     assert "Error: red \\x1b]0;owned" in text
@@ -220,9 +220,9 @@ def test_json_that_is_deep_or_large_or_no_file(
         per_process=8, processes=2, accumulation=1, learning_rate=0.1, seed=1, precision="no", lockstep="1", torch="2",
         time="",
     )  # fmt: skip
-    said = run_summary_file.keep(str(tmp_path), record)
+    said = run_summary_file.write_summary(str(tmp_path), record)
     assert "lockstep_run.json cannot be read" in said[0]
-    assert run_summary_file.keep(str(tmp_path), record) == []  # it was replaced by one that can
+    assert run_summary_file.write_summary(str(tmp_path), record) == []  # it was replaced by one that can
     for command in (["estimate", str(tmp_path)], ["numerics", "diff", str(tmp_path), "--ranks", "0", "1"]):
         assert main(command) == 2
         assert "Traceback" not in capsys.readouterr().err

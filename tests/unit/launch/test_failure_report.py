@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.launch import failure_report
-from lockstep.launch.failure_report import Exit, in_words, one_line, tell
+from lockstep.launch.failure_report import Exit, in_words, one_line, render_report
 from lockstep.rundir.crash_report import CrashReport
 from tests.unit.guard.boxes import box
 
@@ -81,7 +81,8 @@ def test_the_kernel_counts_such_kills() -> None:
 )
 def test_a_rank_that_had_failed_when_the_launcher_ended_it(tmp_path: Path, said: dict[str, str], code: int) -> None:
     assert (
-        tell([ended(0, 1), ended(1, -15, by_us=True)], [words(0, **LOST), words(1, **said)], logs=tmp_path)[1] == code
+        render_report([ended(0, 1), ended(1, -15, by_us=True)], [words(0, **LOST), words(1, **said)], logs=tmp_path)[1]
+        == code
     )
 
 
@@ -91,7 +92,7 @@ def test_a_rank_that_had_failed_when_the_launcher_ended_it(tmp_path: Path, said:
 def test_the_first_failure_is_last_and_in_full(tmp_path: Path) -> None:
     exits = [ended(0, 1), ended(1, 1), ended(2, 1), ended(3, -15, by_us=True), ended(4, 0)]
     said = [words(0, **LOST), words(1), words(2, **LOST)]
-    text, code = tell(exits, said, logs=tmp_path)
+    text, code = render_report(exits, said, logs=tmp_path)
     assert code == 1
     assert text.endswith("ValueError: bad value 1")
     lines = text.splitlines()
@@ -107,19 +108,21 @@ def test_the_first_failure_is_last_and_in_full(tmp_path: Path) -> None:
 
 
 def test_advice_comes_last(tmp_path: Path) -> None:
-    text, _ = tell([ended(0, 1)], [words(0, advice="Out of memory on rank 0.\nHalve the batch.")], logs=tmp_path)
+    text, _ = render_report(
+        [ended(0, 1)], [words(0, advice="Out of memory on rank 0.\nHalve the batch.")], logs=tmp_path
+    )
     assert text.endswith("ValueError: bad value 0\n\nOut of memory on rank 0.\nHalve the batch.")
 
 
 def test_a_follower_that_was_told_whom_it_follows(tmp_path: Path) -> None:
     said = [words(0, follows=True, cause_rank=1, kind="PeerFailure"), words(1)]
-    text, _ = tell([ended(0, 1), ended(1, 1)], said, logs=tmp_path)
+    text, _ = render_report([ended(0, 1), ended(1, 1)], said, logs=tmp_path)
     assert "rank 0: followed rank 1" in text
 
 
 def test_an_own_error_of_another_rank_is_one_line(tmp_path: Path) -> None:
     said = [words(0), words(1, message="first line\nsecond line"), words(2, message="y" * 500)]
-    text, _ = tell([ended(0, 1), ended(1, 1), ended(2, 1)], said, logs=tmp_path)
+    text, _ = render_report([ended(0, 1), ended(1, 1), ended(2, 1)], said, logs=tmp_path)
     assert "rank 1: ValueError: first line\n" in text
     assert "second line" not in text
     assert max(len(line) for line in text.splitlines()) < 200
@@ -127,7 +130,7 @@ def test_an_own_error_of_another_rank_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("code", "expected"), [(3, 3), (1, 1), (-9, 137), (-11, 139), (86, 86)])
 def test_the_code_of_the_job_is_the_first_failures(tmp_path: Path, code: int, expected: int) -> None:
-    text, found = tell([ended(0, -15, by_us=True), ended(1, code)], [], logs=tmp_path)
+    text, found = render_report([ended(0, -15, by_us=True), ended(1, code)], [], logs=tmp_path)
     assert found == expected
     assert "Rank 1 on " in text
 
@@ -135,32 +138,32 @@ def test_the_code_of_the_job_is_the_first_failures(tmp_path: Path, code: int, ex
 def test_without_words_the_end_of_stderr_is_shown(tmp_path: Path) -> None:
     lines = [f"line {number}" for number in range(100)]
     written = "\n".join(lines).encode() + b"\n 10%\r 20%\rlast \xff\n"
-    text, code = tell([ended(0, -15, by_us=True), ended(1, -11)], [], logs=tmp_path, last_errors={1: written})
+    text, code = render_report([ended(0, -15, by_us=True), ended(1, -11)], [], logs=tmp_path, last_errors={1: written})
     assert code == 139
     assert "failed first: segmentation fault" in text
     assert text.splitlines()[-20:] == ["  line 81", *(f"  line {n}" for n in range(82, 100)), "  last \ufffd"]
 
 
 def test_an_exit_that_left_nothing(tmp_path: Path) -> None:
-    text, _ = tell([ended(0, 4)], [], logs=tmp_path, last_errors={0: b"\n  \n"})
+    text, _ = render_report([ended(0, 4)], [], logs=tmp_path, last_errors={0: b"\n  \n"})
     assert "ended with exit code 4." in text
     assert text.endswith("look for sys.exit, os._exit or exit() in the script.")
-    assert tell([ended(0, 4)], [], logs=tmp_path / "nowhere")[1] == 4
+    assert render_report([ended(0, 4)], [], logs=tmp_path / "nowhere")[1] == 4
 
 
 def test_words_of_an_earlier_job_in_the_same_folder_are_not_this_ones(tmp_path: Path) -> None:
-    text, _ = tell([ended(0, -11)], [words(0, pid=99)], logs=tmp_path)
+    text, _ = render_report([ended(0, -11)], [words(0, pid=99)], logs=tmp_path)
     assert "ValueError" not in text
     assert "segmentation fault" in text
     assert "segmentation fault" in one_line([ended(0, -11)], [words(0, pid=99)])
 
 
 def test_killed_ranks_come_before_those_that_lost_them(tmp_path: Path) -> None:
-    text, code = tell([ended(0, 1), ended(1, -9)], [words(0, **LOST)], logs=tmp_path)
+    text, code = render_report([ended(0, 1), ended(1, -9)], [words(0, **LOST)], logs=tmp_path)
     assert code == 137
     assert "rank 0: lost the connection to it" in text
     assert "Rank 1 on" in text
-    text, _ = tell([ended(0, 1), ended(1, -9)], [words(0, **LOST)], logs=tmp_path, out_of_memory=True)
+    text, _ = render_report([ended(0, 1), ended(1, -9)], [words(0, **LOST)], logs=tmp_path, out_of_memory=True)
     assert "killed by the operating system, out of memory" in text
 
 
@@ -168,15 +171,17 @@ def test_the_black_box_shows_what_a_rank_without_words_was_doing(tmp_path: Path)
     was = {"phase": "forward", "phase_site": "train.py:18", "step": 3, "alive": False}
     exits = [ended(0, -15, by_us=True), ended(1, -9)]
     boxes = [box(0), box(1, pid=101, **was)]
-    text, _ = tell(exits, [], logs=tmp_path, boxes=boxes)
+    text, _ = render_report(exits, [], logs=tmp_path, boxes=boxes)
     assert "\nIt was in forward at train.py:18, after step 3." in text
     assert "out-of-memory killer in `dmesg`" in text
     assert one_line(exits, [], boxes).endswith("It was in forward at train.py:18, after step 3.")
     # Not that of another process: an earlier job's, or of a rank that left in good order.
     for other in ({"pid": 99}, {"closed": "finished"}):
-        assert "It was" not in tell(exits, [], logs=tmp_path, boxes=[box(1, **{"pid": 101, **was, **other})])[0]
+        assert (
+            "It was" not in render_report(exits, [], logs=tmp_path, boxes=[box(1, **{"pid": 101, **was, **other})])[0]
+        )
     # One that raised has its traceback.
-    assert "It was" not in tell([ended(1, 1)], [words(1)], logs=tmp_path, boxes=boxes)[0]
+    assert "It was" not in render_report([ended(1, 1)], [words(1)], logs=tmp_path, boxes=boxes)[0]
 
 
 def test_one_line() -> None:
@@ -200,7 +205,7 @@ def test_one_line() -> None:
 )
 def test_the_first_line_that_says_anything_stands_for_a_message(message: str, line: str) -> None:
     said = [words(0), words(1, kind="DistributedOperationException", message=message)]
-    text, _ = tell([ended(0, 1), ended(1, 1)], said, logs=Path("logs"))
+    text, _ = render_report([ended(0, 1), ended(1, 1)], said, logs=Path("logs"))
     assert f"\nrank 1: {line}\n" in text
     assert one_line([ended(1, 1)], said[1:]) == f"Rank 1 failed at train.py:1 in main: {line}."
 
@@ -211,7 +216,7 @@ def test_the_rank_that_strayed_stands_before_the_one_that_noticed() -> None:
         words(0, kind="DistributedOperationException", message=f"\n\n{lead}\nCannot apply", lead=lead),
         words(1, kind="PeerFailure", follows=True, cause_rank=0),
     ]
-    text, _ = tell([ended(0, 1), ended(1, 1)], said, logs=Path("logs"))
+    text, _ = render_report([ended(0, 1), ended(1, 1)], said, logs=Path("logs"))
     first, second, *_ = text.partition("\n\n")[2].splitlines()
     assert first == lead
     assert second == "Rank 0 on here (pid 100) failed first, at train.py:0 in main, where it noticed:"

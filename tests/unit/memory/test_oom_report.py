@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lockstep import Accelerator
 from lockstep.errors import OutOfMemory, PeerFailure
-from lockstep.launch.failure_report import Exit, tell
+from lockstep.launch.failure_report import Exit, render_report
 from lockstep.memory.batch_size import find_executable_batch_size
 from lockstep.memory.oom_report import advise
 from lockstep.rundir.crash_report import from_exception
@@ -71,7 +71,7 @@ def test_the_whole_of_it() -> None:
         lines[2].strip() == "4.0 MiB  wide (weights 1.0 MiB, gradients 1.0 MiB, optimizer 2.0 MiB)"
     )
     assert lines[3].strip().startswith("8.0 KiB  ")
-    assert "hidden [4, 512] float32, in Net.forward (test_words.py:" in text
+    assert "hidden [4, 512] float32, in Net.forward (test_oom_report.py:" in text
     assert len(remedies(text)) == 2
     assert "batch_size=4, gradient_accumulation_steps=6" in remedies(text)[0]
 
@@ -146,7 +146,7 @@ def test_when_no_size_fits_the_last_line_on_the_screen_says_so(how: str, models:
             accelerator.auto_microbatch(torch.ones(1, 512), lambda part: model(part).sum())
     except OutOfMemory as error:
         words = from_exception(type(error), error, error.__traceback__, rank=0, local_rank=0)
-    screen, _ = tell([Exit(rank=0, code=1, pid=words.pid)], [words], logs=Path("logs"))
+    screen, _ = render_report([Exit(rank=0, code=1, pid=words.pid)], [words], logs=Path("logs"))
     last = screen.splitlines()[-1]
     if how == "batch size":
         assert last.endswith("No batch size fits: 4, 2, 1 were tried.")

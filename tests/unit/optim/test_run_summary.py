@@ -192,9 +192,9 @@ def test_what_is_no_record(values: Any, word: str) -> None:
 
 def test_the_file_is_made_with_its_folder_and_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "project"
-    assert run_summary_file.keep(str(folder), record(16)) == []
-    assert run_summary_file.keep(str(folder), record(8, accumulation=4)) == []
-    (warning,) = run_summary_file.keep(str(folder), record(32))
+    assert run_summary_file.write_summary(str(folder), record(16)) == []
+    assert run_summary_file.write_summary(str(folder), record(8, accumulation=4)) == []
+    (warning,) = run_summary_file.write_summary(str(folder), record(32))
     assert "effective batch of 64" in warning
     assert [path.name for path in folder.iterdir()] == ["lockstep_run.json"]
     assert json.loads((folder / "lockstep_run.json").read_text()) == record(32).to_dict()
@@ -204,25 +204,25 @@ def test_the_file_is_made_with_its_folder_and_replaced(tmp_path: Path) -> None:
 def test_a_file_that_is_no_record_is_told_and_replaced(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lockstep_run.json"
     path.write_text(text)
-    (warning,) = run_summary_file.keep(str(tmp_path), record())
+    (warning,) = run_summary_file.write_summary(str(tmp_path), record())
     assert f"{path} cannot be read" in warning
-    assert run_summary_file.keep(str(tmp_path), replace(record(), time="later")) == []
+    assert run_summary_file.write_summary(str(tmp_path), replace(record(), time="later")) == []
 
 
 def test_a_file_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    *_, warning = run_summary_file.keep(str(tmp_path / "file"), record())
+    *_, warning = run_summary_file.write_summary(str(tmp_path / "file"), record())
     assert "cannot be written" in warning
 
 
 def test_a_failed_write_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_summary_file.keep(str(tmp_path), record(16))
+    run_summary_file.write_summary(str(tmp_path), record(16))
 
     def full(*_: Any) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr("os.replace", full)
-    said = run_summary_file.keep(str(tmp_path), record(32))
+    said = run_summary_file.write_summary(str(tmp_path), record(32))
     assert "disk full" in said[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["lockstep_run.json"]
     assert json.loads((tmp_path / "lockstep_run.json").read_text())["per_process"] == 16

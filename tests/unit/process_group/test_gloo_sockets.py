@@ -42,7 +42,7 @@ def loop() -> Iterator[Loop]:
 def test_a_connection_that_was_shut_and_is_not_read_wakes_its_loop_once_more(loop: Loop) -> None:
     gloo_sockets.shut(gloo_sockets.connections(loop.ports, frozenset()))
     assert all(loop.woken() == [loop.near.fileno()] for _ in range(3))
-    gloo_sockets.settle(loop.ports)
+    gloo_sockets.drain_closed_sockets(loop.ports)
     assert loop.woken() == [loop.near.fileno()]
     assert loop.woken() == []
     loop.epoll.unregister(loop.near.fileno())  # it can still be taken out, as gloo does
@@ -51,7 +51,7 @@ def test_a_connection_that_was_shut_and_is_not_read_wakes_its_loop_once_more(loo
 def test_the_listener_and_other_loops_are_left_alone(loop: Loop) -> None:
     other = Loop()
     try:
-        gloo_sockets.settle(loop.ports)
+        gloo_sockets.drain_closed_sockets(loop.ports)
         assert loop.woken() == [loop.near.fileno()]
         assert all(other.woken() == [other.near.fileno()] for _ in range(3))
         with socket.create_connection(loop.listener.getsockname()):
@@ -61,5 +61,5 @@ def test_the_listener_and_other_loops_are_left_alone(loop: Loop) -> None:
 
 
 def test_nothing_happens_where_no_connection_is_left() -> None:
-    gloo_sockets.settle(frozenset())
-    gloo_sockets.settle(frozenset({1}))
+    gloo_sockets.drain_closed_sockets(frozenset())
+    gloo_sockets.drain_closed_sockets(frozenset({1}))

@@ -10,11 +10,11 @@ import pytest
 
 SCRIPT = """
 import atexit
-from lockstep.topology import exits
+from lockstep.process_group import script_exit
 
-frame = exits.script_frame()
-atexit.register(lambda: print([exits.left_by_exception(frame)]))
-print([exits.left_by_exception(frame)])
+frame = script_exit.script_frame()
+atexit.register(lambda: print([script_exit.left_by_exception(frame)]))
+print([script_exit.left_by_exception(frame)])
 
 
 def main():

@@ -110,9 +110,9 @@ def run_as_module(tmp_path: Path, script: str) -> CrashReport:
     code = (
         "import runpy, sys\n"
         "from pathlib import Path\n"
-        "from lockstep.rundir import words\n"
+        "from lockstep.rundir import crash_report\n"
         "def hook(*error):\n"
-        "    assert words.write(Path('run'), words.of_this_process(*error))\n"
+        "    assert crash_report.write(Path('run'), crash_report.of_this_process(*error))\n"
         "sys.excepthook = hook\n"
         "sys.path[0] = ''\n"
         "runpy.run_module('train', run_name='__main__', alter_sys=True)\n"
@@ -333,7 +333,7 @@ def test_a_reader_never_sees_half_of_them(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from tests.unit.rundir.test_words import some\n"
+        "from tests.unit.rundir.test_crash_report import some\n"
         "from lockstep.rundir.crash_report import write\n"
         "for number in range(300):\n"
         "    assert write(Path(sys.argv[1]), some(message='x' * (number * 30)))\n"

@@ -36,7 +36,7 @@ def cores(situation: Situation) -> Finding:
     )
 
 
-def told_threads(environ: Mapping[str, str]) -> int | None:
+def requested_threads(environ: Mapping[str, str]) -> int | None:
     """The threads that the environment asks for; None where it does not, or not in a number."""
     text = environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
@@ -46,7 +46,7 @@ def threads(situation: Situation) -> Finding:
     """Whether the threads of all ranks together fit the cores."""
     usable = usable_cores()
     text = situation.environ.get("OMP_NUM_THREADS", "")
-    each = told_threads(situation.environ)
+    each = requested_threads(situation.environ)
     data = {"OMP_NUM_THREADS": each, "cores": usable, "processes": situation.processes}
     if text and each is None:
         return Finding(

@@ -139,7 +139,7 @@ def health(situation: Situation) -> Finding:
     if program is None:
         return Finding(check="GPU health", status="skipped", what="nvidia-smi is not installed")
     try:
-        columns, done = _ask(program)
+        columns, done = _query_nvidia_smi(program)
     except subprocess.TimeoutExpired:
         return Finding(
             check="GPU health",
@@ -160,7 +160,7 @@ def health(situation: Situation) -> Finding:
     return judge_health(list(parse_smi(done.stdout, columns)))
 
 
-def _ask(program: str) -> tuple[list[str], subprocess.CompletedProcess[str]]:
+def _query_nvidia_smi(program: str) -> tuple[list[str], subprocess.CompletedProcess[str]]:
     """What nvidia-smi answers, and to which of our questions: a field that it does not know is asked for otherwise."""
     names = {name: list(fields) for name, fields in _FIELDS.items()}
     deadline = time.monotonic() + _SMI_SECONDS

@@ -27,12 +27,12 @@ def _files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     data = {"soft": _number(soft), "hard": _number(hard)}
     if soft == resource.RLIM_INFINITY or soft >= _FILES:
-        return Finding(check="open files", status="ok", what=f"{_said(soft)} (ulimit -n)", data=data)
+        return Finding(check="open files", status="ok", what=f"{_limit_text(soft)} (ulimit -n)", data=data)
     within = hard == resource.RLIM_INFINITY or hard >= _FILES
     return Finding(
         check="open files",
         status="warning",
-        what=f"{_said(soft)} may be open at once (ulimit -n)",
+        what=f"{_limit_text(soft)} may be open at once (ulimit -n)",
         why="every pair of ranks, every loader worker and every batch in flight needs some: 'Too many open files'",
         fix="ulimit -n 65536" if within else "raise it for your user: nofile in /etc/security/limits.conf",
         data=data,
@@ -46,12 +46,12 @@ def _locked() -> Finding:
     enough = soft == resource.RLIM_INFINITY or soft >= _LOCKED
     if enough or not cards:
         rest = "" if enough else "; that is little, and matters only with InfiniBand, which is not here"
-        what = f"{_said(soft, 'bytes')} (ulimit -l){rest}"
+        what = f"{_limit_text(soft, 'bytes')} (ulimit -l){rest}"
         return Finding(check="locked memory", status="ok", what=what, data=data)
     return Finding(
         check="locked memory",
         status="error",
-        what=f"{_said(soft, 'bytes')} (ulimit -l), and this machine has InfiniBand ({', '.join(cards)})",
+        what=f"{_limit_text(soft, 'bytes')} (ulimit -l), and this machine has InfiniBand ({', '.join(cards)})",
         why="InfiniBand has to lock its buffers: NCCL fails with 'Cannot allocate memory' in ibv_reg_mr",
         fix="ulimit -l unlimited; for good: memlock in /etc/security/limits.conf, and LimitMEMLOCK=infinity in "
         "slurmd.service",
@@ -101,7 +101,7 @@ def _number(value: int) -> int | None:
     return None if value == resource.RLIM_INFINITY else value
 
 
-def _said(value: int, unit: str = "") -> str:
+def _limit_text(value: int, unit: str = "") -> str:
     if value == resource.RLIM_INFINITY:
         return "not limited"
     return f"{value} {unit}".strip()

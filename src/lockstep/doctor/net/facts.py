@@ -58,7 +58,7 @@ def introduce(
         mtu=0 if holder is None else holder.mtu,
         cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (),
         share=cgroups.cores(),
-        threads=cpu.told_threads(environ),
+        threads=cpu.requested_threads(environ),
         versions=versions(script),
     )
 

@@ -173,7 +173,7 @@ class _NetRun:
             self.meeting.lose(set(range(self.meeting.world_size)) - set(roll))
             heard = self.meeting.hear("member", _SLACK, of=roll)
         self.meeting.require_open()
-        return tell_apart({rank: RankInfo.of(plain) for rank, plain in heard.items()})
+        return distinguish_hosts({rank: RankInfo.of(plain) for rank, plain in heard.items()})
 
     def _with_findings(self, members: Mapping[int, RankInfo]) -> dict[int, RankInfo]:
         """Called on: rank 0. What the checks of each machine have found, told by its first rank before it was met."""
@@ -336,7 +336,7 @@ class _NetRun:
         )
 
 
-def tell_apart(members: dict[int, RankInfo]) -> dict[int, RankInfo]:
+def distinguish_hosts(members: dict[int, RankInfo]) -> dict[int, RankInfo]:
     """Machines that have the same name get their number added, so that they are two."""
     machines: dict[str, set[str]] = {}
     for member in members.values():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lockstep.doctor import table
-from lockstep.doctor.finding import Finding, told
+from lockstep.doctor.finding import Finding, to_json
 from lockstep.doctor.net import findings as network_findings
 from lockstep.doctor.net import quality, units
 from lockstep.doctor.net.results import Link, NetReport, RankInfo
@@ -20,7 +20,7 @@ def plain(report: NetReport, findings: Sequence[Finding]) -> dict[str, Any]:
     """All of it, for JSON."""
     marked = quality.marks(report)
     return {
-        **told(findings),
+        **to_json(findings),
         "ranks": [{**_public(member), "ok": _well(report, member)} for member in report.members],
         "missing": list(report.missing),
         "failed_connections": [contact.plain() for contact in report.contacts],

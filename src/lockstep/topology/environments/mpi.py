@@ -116,7 +116,7 @@ def _node(environ: Mapping[str, str], rank: int, size: int, local_rank: int, loc
     if rest != 0:
         by_machine = -1
     # A rank may fit both layouts, with different numbers. Then the one that was asked for is right.
-    candidates = (in_turn, by_machine) if _asked_for_turns(environ) else (by_machine, in_turn)
+    candidates = (in_turn, by_machine) if _maps_by_node(environ) else (by_machine, in_turn)
     for node_rank in candidates:
         if 0 <= node_rank < num_nodes:
             return node_rank, num_nodes, ""
@@ -124,7 +124,7 @@ def _node(environ: Mapping[str, str], rank: int, size: int, local_rank: int, loc
     return guess, num_nodes, " (the machines have unequal numbers of processes, so the machine's number is a guess)"
 
 
-def _asked_for_turns(environ: Mapping[str, str]) -> bool:
+def _maps_by_node(environ: Mapping[str, str]) -> bool:
     """Whether Open MPI was told ``--map-by node``, ``--rank-by node`` or the old ``--bynode``."""
     asked = ("OMPI_MCA_rmaps_base_mapping_policy", "OMPI_MCA_rmaps_base_ranking_policy")
     return (
