@@ -197,7 +197,7 @@ def main() -> None:
         folder = Path(name)
         box, peer = make_box(folder, 0), make_box(folder, 1)
         meeting = make_box(folder, 2)  # one that compares, next to the one that does not
-        meeting.meet(Peers(folder, 2, [1, 2]), lambda number, rank: None)
+        meeting.compare_with(Peers(folder, 2, [1, 2]), lambda number, rank: None)
         names = load()
         hot(box, meeting, names["room"], folder / "rank_0.box")
         in_step(box, meeting, names, arguments.pairs)

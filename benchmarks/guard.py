@@ -237,11 +237,11 @@ def replica_bar(work: str, model: nn.Module, group: Group, step_us: float) -> Ba
     check, named, spent = ReplicaCheck(group), list(model.named_parameters()), []
     for number in range(1, 2 * MIN_RATIOS + 1):
         begin = clock()
-        check.look(number * EVERY, named)  # posts the checksums
+        check.check(number * EVERY, named)  # posts the checksums
         middle = clock()
         dist.barrier()
         resumed = clock()
-        check.look(number * EVERY + 1, named)  # compares them, on rank 0
+        check.check(number * EVERY + 1, named)  # compares them, on rank 0
         spent.append(middle - begin + clock() - resumed)
         dist.barrier()
     share = 1 + median(spent) * 1e6 / (EVERY * step_us)
@@ -319,10 +319,10 @@ class Background:
 
 def background() -> list[Background]:
     """On this rank; the watcher is in the launcher, or in local rank 0 where the launcher is another."""
-    watch: Any = current._slot.watch
-    looks: dict[str, Callable[[], object]] = {"reporter, in every rank": watch._reporter.look}
-    if watch._watcher is not None:
-        looks["watcher, one on a machine"] = watch._watcher.look
+    guard: Any = current._slot.guard
+    looks: dict[str, Callable[[], object]] = {"reporter, in every rank": guard._reporter.poll}
+    if guard._watcher is not None:
+        looks["watcher, one on a machine"] = guard._watcher.poll
     found = []
     for name, look in looks.items():
         look_us = median(_seconds(look) for _ in range(200)) * 1e6

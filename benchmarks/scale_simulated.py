@@ -166,7 +166,7 @@ def exchange_calls(ranks: int) -> dict[str, float]:
         time.sleep(0.01)
     for counted in calls:
         counted.clear()
-    everybody = watchers[0].ask(boxes[:PER_NODE], patience=PATIENCE)
+    everybody = watchers[0].collect(boxes[:PER_NODE], patience=PATIENCE)
     if everybody is None or len(everybody) != ranks:
         raise SystemExit(f"Of {ranks} boxes {len(everybody or ())} came: the count would mean nothing.")
     found = {
@@ -204,7 +204,7 @@ def store_calls(ranks: int) -> dict[str, float]:
     for rank in range(ranks):
         others.set(f"generation_0/ports/{rank}", "[1]")
         others.set(f"checkpoint/ticket/1/{rank}", "[0]")
-    group._learn_ports(frozenset())
+    group._exchange_ports(frozenset())
     at_start = sum(calls.values())
     calls.clear()
     StoreExchange(group, "ticket")(0, "saving")

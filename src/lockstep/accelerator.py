@@ -419,9 +419,9 @@ class Accelerator(PrepareMethods, CollectiveMethods, ModelFileMethods):
             self._updates += 1
             self._group.box.step(self._updates)
         if weighted:
-            self._accumulation.settle_items(self._group, self._parameters())
+            self._accumulation.divide_by_items(self._group, self._parameters())
         elif not self._accumulation.settled:
-            self._accumulation.settle(self._parameters())
+            self._accumulation.rescale_gradients(self._parameters())
         if self._on_update is not None:
             self._on_update()
 

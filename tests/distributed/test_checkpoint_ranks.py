@@ -196,7 +196,7 @@ def out_of_step(folder: str, *entered: str) -> str:
     accelerator.prepare(nn.Linear(1, 1))
     accelerator.wait_for_everyone()
     box = accelerator._group.box
-    box.meet(None, lambda name, number, rank: None)  # ranks of other machines cannot be seen
+    box.compare_with(None, lambda name, number, rank: None)  # ranks of other machines cannot be seen
     if name := entered[accelerator.process_index]:
         box.leave(box.enter(name))  # as a rank of another machine would, in a collective that needs no partner
     try:

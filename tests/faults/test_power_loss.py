@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.checkpoint.prune import prune
 from lockstep.errors import CheckpointError
 from lockstep.model_files.save import replace_model
 from lockstep.storage import commit
@@ -95,7 +96,7 @@ class Pruned(Numbered):
 
     def save(self, disk: ForgetfulDisk) -> None:
         with commit.locked(self.root / "checkpoints", disk):
-            assert len(commit.prune(self.root / "checkpoints", 1, disk)) == 2
+            assert len(prune(self.root / "checkpoints", 1, disk)) == 2
 
 
 class Models(Scenario):

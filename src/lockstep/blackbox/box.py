@@ -70,7 +70,7 @@ class NoBox:
     def refuse(self) -> None:
         """See ``Box``."""
 
-    def meet(self, peers: Peers | None, refuse: Callable[[str, int, int], None]) -> None:
+    def compare_with(self, peers: Peers | None, refuse: Callable[[str, int, int], None]) -> None:
         """See ``Box``."""
 
     def phase(self, name: str, site: bool = False) -> float:
@@ -259,7 +259,7 @@ class Box(NoBox):
                 self._refuse_with(name, number, other)
         return number
 
-    def meet(self, peers: Peers | None, refuse: Callable[[str, int, int], None]) -> None:
+    def compare_with(self, peers: Peers | None, refuse: Callable[[str, int, int], None]) -> None:
         """Compare each collective with what these peers have entered.
 
         ``refuse`` gets the name and number of one that differs, and the other rank.

@@ -198,7 +198,7 @@ class StateMethods:
 
     @property
     def _after_batch(self) -> Callable[[], None] | None:
-        return None if self._preemption is None else self._preemption.look
+        return None if self._preemption is None else self._preemption.check
 
     def _save_and_leave(self) -> NoReturn:
         self.save_state()

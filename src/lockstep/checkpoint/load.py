@@ -159,7 +159,7 @@ def _restore(
 
     def fill() -> None:
         models = [assignment.model for assignment in assignments]
-        restoring.keep(models, doubtful=any(assignment.may_refuse for assignment in assignments))
+        restoring.keep_for_undo(models, doubtful=any(assignment.may_refuse for assignment in assignments))
         for assignment in assignments:
             _run(assignment, pool, threads)
         restoring.load_custom()

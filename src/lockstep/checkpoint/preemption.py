@@ -78,7 +78,7 @@ class Preemption:
             if told:
                 return
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Called on: all ranks, after each batch of a loader. Save and leave, if it is time."""
         if self.asked is None:
             return

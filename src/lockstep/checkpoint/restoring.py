@@ -50,7 +50,7 @@ class Restoring:
             with self._named(numbered_name("dl_state_dict", number, ".bin")):
                 objects.loaders[number].check_state_dict(value)
 
-    def keep(self, models: list[nn.Module], *, doubtful: bool) -> None:
+    def keep_for_undo(self, models: list[nn.Module], *, doubtful: bool) -> None:
         """Have ``undo`` bring back the weights, where something may still refuse its state after they have changed."""
         custom = list(zip(self._objects.custom, self._loaded.custom, strict=True))
         weights = [value for model in models for value in model.state_dict(keep_vars=True).values()]

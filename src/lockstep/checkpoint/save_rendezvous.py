@@ -94,7 +94,7 @@ class _Rendezvous:
         gone: dict[int, str] = {}
         while absent and not gone:
             absent = {rank for rank in absent if not self._has_come(rank)}
-            gone = self._look(absent)
+            gone = self._find_absent(absent)
         self._forget_earlier(everyone_came=not gone)
         if gone:
             self._decide(self._alone, "yes")
@@ -138,12 +138,12 @@ class _Rendezvous:
                     f"save_state() was called on rank {self._group.rank}, but the main process {gone[0]}. Call it on "
                     "all ranks, or on the main process alone."
                 )
-            gone = self._look({0})
+            gone = self._find_absent({0})
         if decided.startswith("apart"):
             raise _apart(decided.partition(" ")[2])
         return {self._group.rank: ""} if decided == "alone" else {}
 
-    def _look(self, absent: set[int]) -> dict[int, str]:
+    def _find_absent(self, absent: set[int]) -> dict[int, str]:
         """Which of these will not come, and where they are; after a moment, in which nothing may have happened."""
         self._group.check("saving a state")
         time.sleep(_POLL)

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     environ = env.snapshot()
     place = environments.find(environ)
     if place.launcher == "none":
-        findings = run_checks(_alone(arguments, environ), told=_CheckProgress().tell)
+        findings = run_checks(_alone(arguments, environ), told=_CheckProgress().advance)
         if arguments.json:
             print(json.dumps(to_json(findings), indent=2))
         else:
@@ -115,7 +115,7 @@ class _CheckProgress:
     def __init__(self) -> None:
         self.done = 0
 
-    def tell(self, check: DoctorCheck, findings: list[Finding]) -> None:
+    def advance(self, check: DoctorCheck, findings: list[Finding]) -> None:
         """One more has."""
         self.done += 1
         if sys.stderr.isatty():

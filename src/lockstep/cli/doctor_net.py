@@ -164,7 +164,7 @@ def in_rank(
     progress = _NetProgress()
     try:
         with _native_output_on_stderr():
-            report, _ = program.examine(options, said=progress.say, alarm=progress.alarm, own_findings=own_findings)
+            report, _ = program.examine(options, said=progress.show, alarm=progress.alarm, own_findings=own_findings)
     except LockstepError as error:
         finding = program.cannot_start(error, rank)
         print(printable("\n".join(table.lines([finding]))), file=sys.stderr, flush=True)
@@ -232,7 +232,7 @@ class _NetProgress:
         self.text = ""
         self.pause = _OFTEN
 
-    def say(self, text: str) -> None:
+    def show(self, text: str) -> None:
         now = time.monotonic()
         same = text == self.text
         at_once = not same and text.startswith(("connecting", "barrier"))

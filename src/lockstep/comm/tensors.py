@@ -295,7 +295,9 @@ def _compared_rows(
     """Called on: all ranks. The same in debug mode: small leaves travel in the frame that is compared."""
     plan = _plan(group, leaves, None if signature is None else ("debug", meant.operation, *signature), meant)
     packed = plan.pack(leaves) if plan.framed else None
-    together = verify.frames_of(group).meet(plan.key, plan.nbytes if plan.framed else 0, f"checking {meant.operation}")
+    together = verify.frames_of(group).exchange(
+        plan.key, plan.nbytes if plan.framed else 0, f"checking {meant.operation}"
+    )
     if together is None:
         verify.refuse(group, meant)
     buffer, rows = plan.receiving()

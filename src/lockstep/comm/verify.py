@@ -95,7 +95,7 @@ class HandshakeBuffers:
         self._own = sent.numpy().data.cast("q")
         self._heads = received.view(-1).numpy().data.cast("q")
 
-    def meet(self, key: int, size: int, doing: str) -> bool | None:
+    def exchange(self, key: int, size: int, doing: str) -> bool | None:
         """Called on: all ranks. Whether all have sent ``size`` bytes of data; None when they mean different things."""
         own, heads, group = self._own, self._heads, self._group
         own[0], own[1] = key, size
@@ -122,7 +122,7 @@ def frames_of(group: Group) -> HandshakeBuffers:
 
 def check(group: Group, meant: CollectiveSignature) -> None:
     """Called on: all ranks. Raise on all of them unless all mean the same."""
-    if frames_of(group).meet(meant.key(), 0, f"checking {meant.operation}") is None:
+    if frames_of(group).exchange(meant.key(), 0, f"checking {meant.operation}") is None:
         refuse(group, meant)
 
 
@@ -136,7 +136,7 @@ def exchange(group: Group, meant: CollectiveSignature, data: Tensor | None) -> T
     size = data.numel() if data is not None and data.numel() <= ROOM else 0
     if size and data is not None:
         frames.data[:size].copy_(data)
-    together = frames.meet(meant.key(), size, f"checking {meant.operation}")
+    together = frames.exchange(meant.key(), size, f"checking {meant.operation}")
     if together is None:
         refuse(group, meant)
     return frames.rows[:, :size] if together else None

@@ -202,7 +202,7 @@ class Iteration:
             except StopIteration:
                 return
             except Exception as error:
-                self._tell(error, None)  # says nothing twice
+                self._annotate_error(error, None)  # says nothing twice
                 raise
             self._hand_out(self.snapshot)
             if len(places) == 1:
@@ -273,7 +273,7 @@ class Iteration:
                 yield from self._tail(inner, shard, tails, drops)
         except Exception as error:
             raised = self._named(error, batches)
-            self._tell(raised, shard.latest if stream else coming[0] if coming else None)
+            self._annotate_error(raised, shard.latest if stream else coming[0] if coming else None)
             if raised is error:
                 raise
             raise raised from error
@@ -302,7 +302,7 @@ class Iteration:
         round_.pass_on(self.start)
         round_.pass_on(self.places)
 
-    def _tell(self, error: Exception, round_: GlobalBatch | None) -> None:
+    def _annotate_error(self, error: Exception, round_: GlobalBatch | None) -> None:
         from lockstep.data import read_errors  # loaded when something has failed
 
         read_errors.annotate_error(error, self.loader._group, round_)

@@ -220,7 +220,7 @@ class BatchCounts:
         counted = [(rows, real) for rows, real in zip(self.rows, self.real, strict=True) if real]
         return len(set(counted)) == 1 and counted[0][0] == counted[0][1]
 
-    def kept(self, counts: Sequence[int], known: int | None = None) -> tuple[int, ...] | None:
+    def real_items(self, counts: Sequence[int], known: int | None = None) -> tuple[int, ...] | None:
         """How many of the ``counts`` items of each rank are of real samples; None when that cannot be told.
 
         It can be told when there are equally many items for each sample, on all ranks, or for each sample of a full
@@ -287,20 +287,20 @@ class Joiner:
         if forms[0] == "record":
             return self._record(parts, path)
         if forms[0] == "samples":
-            kept = self.kept([len(part) for part in parts], "objects", path, _key(path, parts[0]))
+            kept = self.real_items([len(part) for part in parts], "objects", path, _key(path, parts[0]))
             return [item for part, count in zip(parts, kept, strict=True) for item in part[:count]]
         average = isinstance(parts[0], numbers.Number) and not isinstance(parts[0], bool)
-        kept = self._kept_values(len(parts), average, path)
+        kept = self._real_values(len(parts), average, path)
         return [part for part, count in zip(parts, kept, strict=True) if count]
 
     def tensor(self, parts: Sequence[Tensor], scalar: bool, path: str = "") -> Tensor:
         """The ranks' tensors as one; with ``scalar`` they had no dimensions, and are one value per rank."""
         if scalar:
-            kept = self._kept_values(len(parts), True, path)
+            kept = self._real_values(len(parts), True, path)
             return torch.cat([part.reshape(1)[:count] for part, count in zip(parts, kept, strict=True)])
         if len({(part.dtype, part.ndim, part.shape[1:]) for part in parts}) > 1:
             raise _differs("shapes or dtypes", path, [f"{list(part.shape)} {part.dtype}" for part in parts])
-        kept = self.kept([len(part) for part in parts], "rows", path, _key(path, parts[0]))
+        kept = self.real_items([len(part) for part in parts], "rows", path, _key(path, parts[0]))
         return torch.cat([part[:count] for part, count in zip(parts, kept, strict=True)])
 
     def _record(self, parts: Sequence[Any], path: str) -> Any:
@@ -318,10 +318,10 @@ class Joiner:
         joined = [self.join(column, path + step) for step, column in zip(steps, columns, strict=True)]
         return trees.rebuild(first, kind, keys, joined)
 
-    def kept(self, counts: Sequence[int], what: str, path: str, key: Any) -> Sequence[int]:
+    def real_items(self, counts: Sequence[int], what: str, path: str, key: Any) -> Sequence[int]:
         """How many of each rank's items are of real samples."""
         known = None if self._counts is None else self._counts.per_sample(key)
-        kept = counts if self._share is None else self._share.kept(counts, known)
+        kept = counts if self._share is None else self._share.real_items(counts, known)
         if kept is not None:
             return kept
         assert self._share is not None
@@ -335,7 +335,7 @@ class Joiner:
         )
         return counts
 
-    def _kept_values(self, ranks: int, average: bool, path: str) -> Sequence[int]:
+    def _real_values(self, ranks: int, average: bool, path: str) -> Sequence[int]:
         """For each rank whether its one value is kept."""
         if self._share is None:
             return [1] * ranks
@@ -407,7 +407,7 @@ def _trimmed_objects(joiner: Joiner, value: Any, as_objects: bool, path: str = "
 def _trimmed(joiner: Joiner, items: Any, path: str) -> Any:
     if isinstance(items, Tensor) and not items.ndim:
         return items
-    (kept,) = joiner.kept([len(items)], "items", path, _key(path, items))
+    (kept,) = joiner.real_items([len(items)], "items", path, _key(path, items))
     return items if kept == len(items) else items[:kept]
 
 

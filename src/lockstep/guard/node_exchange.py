@@ -87,7 +87,7 @@ class Exchange:
 
     # --- asking --------------------------------------------------------------------------------------------------
 
-    def ask(self, mine: Sequence[Snapshot], about: str = "", patience: float = PATIENCE) -> list[Snapshot] | None:
+    def collect(self, mine: Sequence[Snapshot], about: str = "", patience: float = PATIENCE) -> list[Snapshot] | None:
         """The boxes of all machines that answer, who hear what it is about; None when another is asking already.
 
         ``silent`` holds those that did not answer within ``patience`` seconds.

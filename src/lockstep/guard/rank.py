@@ -68,7 +68,9 @@ class RankGuard(Monitor):
         self.boxes = boxes
         self.clock = StepClock()
         group.monitor = self
-        self.box.meet(Peers(boxes, topology.rank, range(first, first + topology.local_world_size)), self._refuse)
+        self.box.compare_with(
+            Peers(boxes, topology.rank, range(first, first + topology.local_world_size)), self._refuse
+        )
         watched = WATCHED in env.snapshot()
         self._had_faulthandler = faulthandler.is_enabled()
         self._stacks = None if watched else _write_stacks_on_signal(directory, topology.rank)

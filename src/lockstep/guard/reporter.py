@@ -77,7 +77,7 @@ class Reporter:
     def _run(self) -> None:
         while not self._ending.wait(INTERVAL):
             try:
-                self.look()
+                self.poll()
                 self._also()
             except Exception:  # without this thread nobody would see where the rank is, nor end it
                 if not self._stumbled:
@@ -89,7 +89,7 @@ class Reporter:
                     sys.stderr.flush()
                 os._exit(STOPPED)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Beat; and say where the rank is, if it has not moved for a while."""
         now = time.monotonic()
         self._box.beat()

@@ -117,7 +117,7 @@ class Watcher:
         self._questions = QuestionSchedule()
         self._nodes = {one.number: one for one in named}
         self._left.clear()
-        self._elsewhere = Exchange(connect, node=node, nodes=nodes, boxes=self._answer, hear=self._hear, reach=reach)
+        self._elsewhere = Exchange(connect, node=node, nodes=nodes, boxes=self._answer, hear=self._receive, reach=reach)
 
     def find_lost(self) -> list[Node]:
         """After a failure: nodes whose watcher does not answer, though it has not left the job."""
@@ -125,7 +125,7 @@ class Watcher:
         if elsewhere is None:
             return []
         until = time.monotonic() + 2 * _LOST
-        while elsewhere.ask(self._merged(), patience=_LOST) is None and time.monotonic() < until:
+        while elsewhere.collect(self._merged(), patience=_LOST) is None and time.monotonic() < until:
             time.sleep(INTERVAL)  # another asks: its round comes first
         return [
             self._nodes[number] for number in elsewhere.silent if number in self._nodes and number not in self._left
@@ -148,7 +148,7 @@ class Watcher:
         stumbled = False
         while not self._ending.wait(INTERVAL):
             try:
-                found = self.look()
+                found = self.poll()
             except Exception:  # without this thread nobody would find out why the job stands still
                 if not stumbled:
                     stumbled = True
@@ -160,7 +160,7 @@ class Watcher:
                 self._end(found)
                 return
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _receive(self, message: dict[str, Any]) -> None:
         """What another machine's watcher has found."""
         if "leaves" in message:
             self._left.add(int(message["leaves"]))
@@ -176,7 +176,7 @@ class Watcher:
             self._ending.set()
             self._end(found)
         elif self._is_first:
-            self._say(found)
+            self._report(found)
 
     def _end(self, found: RenderedDiagnosis) -> None:
         self.stopping = time.monotonic()
@@ -186,7 +186,7 @@ class Watcher:
             found = RenderedDiagnosis(diagnosis=found.diagnosis, text=f"{found.diagnosis.headline} {where}")
         self._stop(found)
 
-    def _say(self, found: RenderedDiagnosis) -> None:
+    def _report(self, found: RenderedDiagnosis) -> None:
         write_down(self._directory, found)
         self._tell(found.text)
 
@@ -194,13 +194,13 @@ class Watcher:
     def _is_first(self) -> bool:
         return self._elsewhere is None or self._elsewhere.node == 0
 
-    def look(self) -> RenderedDiagnosis | None:
+    def poll(self) -> RenderedDiagnosis | None:
         """One look: a certain finding that a second look has confirmed, or None; what is not certain is told."""
         merged = self._merged()
         if not any(_suspicious(box) for box in merged) and not _differ(merged):
             self._before, self._told = None, 0.0
-            self._look_at_pace(merged)
-            self._look_for_skips(merged)
+            self._check_stragglers(merged)
+            self._check_skipped_backwards(merged)
             return None
         everybody = self._everybody(merged)
         if everybody is None:
@@ -226,7 +226,7 @@ class Watcher:
             shown = RenderedDiagnosis(diagnosis=understand(found), text=explain(found))
             cut_off = self._elsewhere is not None and 0 in self._elsewhere.silent
             if self._elsewhere is None or self._is_first or cut_off:
-                self._say(shown)
+                self._report(shown)
             else:
                 self._elsewhere.publish(shown.to_dict())
         return None
@@ -236,10 +236,10 @@ class Watcher:
         before, self._unanswered = self._unanswered, set(self._elsewhere.silent if self._elsewhere is not None else ())
         return [self._nodes[number] for number in sorted(before & self._unanswered) if number in self._nodes]
 
-    def look_back(self) -> RenderedDiagnosis | None:
+    def check_after_crash(self) -> RenderedDiagnosis | None:
         """After a rank has crashed: whether the ranks meant different things by one collective."""
         merged = self._merged()
-        everybody = merged if self._elsewhere is None else self._elsewhere.ask(merged) or merged
+        everybody = merged if self._elsewhere is None else self._elsewhere.collect(merged) or merged
         found = diagnose(everybody, blocked_for=0.0)
         if found is None or not found.kind.startswith("different"):
             return None
@@ -258,7 +258,7 @@ class Watcher:
             return None
         # The longer it takes, the less often: what may still end can take hours.
         self._ask_after = now + min(0.1 * max((_wait(box) for box in mine), default=0.0), _SELDOM)
-        return self._elsewhere.ask(mine)
+        return self._elsewhere.collect(mine)
 
     def _merged(self) -> list[Snapshot]:
         """The boxes of this machine's ranks, with what their reporters say."""
@@ -270,19 +270,19 @@ class Watcher:
             self._questions.put_off(time.monotonic())
         return self._merged()
 
-    def _look_at_pace(self, boxes: Sequence[Snapshot]) -> None:
+    def _check_stragglers(self, boxes: Sequence[Snapshot]) -> None:
         """Name a rank that the others wait for in every step, once, and on the first machine's screen."""
         slow = find_slow(boxes)
         now = time.monotonic()
         if slow is None and self._elsewhere is not None and self._questions.due(all_wait(boxes), now):
             self._questions.put_off(now)
-            slow = find_slow(self._elsewhere.ask(boxes, about=_PACE) or ())
+            slow = find_slow(self._elsewhere.collect(boxes, about=_PACE) or ())
         if slow is None or not self._is_new(slow):
             return
         if self._elsewhere is None or self._is_first or not self._elsewhere.publish({"slow": slow.to_dict()}):
             self._tell(slow.line())
 
-    def _look_for_skips(self, boxes: Sequence[Snapshot]) -> None:
+    def _check_skipped_backwards(self, boxes: Sequence[Snapshot]) -> None:
         """Warn of a rank that leaves backwards out, once: the others will wait for it at the end."""
         job = JobSnapshot(boxes=list(boxes), blocked_for=BLOCKED, stall=self._stall)
         found = warn_of_skip(job.here, job.histories) if boxes and not job.reforming else None
@@ -299,10 +299,10 @@ class Watcher:
     def boxes(self) -> list[Snapshot]:
         """The boxes of this machine's ranks."""
         found = [box for box in read.read_all(self._directory.boxes) if self._mine(box)]
-        self._look_for_removed({box.rank: box.pid for box in found})
+        self._check_removed_boxes({box.rank: box.pid for box in found})
         return together(found)
 
-    def _look_for_removed(self, found: dict[int, int]) -> None:
+    def _check_removed_boxes(self, found: dict[int, int]) -> None:
         """Report once that boxes of processes that live are gone: whoever waits for a finding waits in vain."""
         seen, self._seen = self._seen, found
         removed = [rank for rank, pid in seen.items() if rank not in found and processes.started(pid)]

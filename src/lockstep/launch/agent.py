@@ -256,14 +256,14 @@ def run(
             result = agent.run()
         if result is not None and result.is_failed():
             if agent.verdict is None and any(ended.code in _CRASHES and not ended.by_us for ended in agent.exits):
-                agent.verdict = watcher.look_back()
+                agent.verdict = watcher.check_after_crash()
             if plan.machines > 1:
                 agent.await_verdict()
                 if agent.verdict is None:
                     lost = watcher.find_lost()
                 if agent._worker_group.group_rank == 0:
                     watcher.announce_end()
-            meeting.ask(agent.excuse, None)
+            meeting.call_store(agent.excuse, None)
     except SignalException as error:
         closing = False  # torch's own rule: a machine that is told to go leaves the job open for others
         return Ending(signal=int(error.sigval), saved=agent.saved)

@@ -232,7 +232,7 @@ class _Rank:
         if name == "news":
             self._received += data
             while (news := self._next()) is not None:
-                self._hear(news)
+                self._receive(news)
         else:
             self._shown[name].add(data)
             self._show(name)
@@ -248,7 +248,7 @@ class _Rank:
         del self._received[: size + length]
         return news
 
-    def _hear(self, news: RankReport | Display) -> None:
+    def _receive(self, news: RankReport | Display) -> None:
         if isinstance(news, RankReport):
             self.report = news
             return

@@ -88,7 +88,7 @@ class _Job:
 
     def run(self) -> int:
         for note in (*self.plan.notes, *filter(None, [self.directory.note])):
-            self.say(note)
+            self.log(note)
         self._write_down()
         env.publish(
             {**self.plan.env, constants.VARIABLE: str(self.directory.path), leftovers.VARIABLE: self.keeping.mark}
@@ -107,12 +107,12 @@ class _Job:
         if self.plan.kind != "agent" or self.plan.machines == 1:
             env.publish({signed_store.VARIABLE: secrets.token_hex(32)})
         else:  # started one by one, the nodes could not come to one that only they know
-            self.say(
+            self.log(
                 "values in the job's store are not signed; to have them signed, set "
                 f"{signed_store.VARIABLE} to the same random text on every node."
             )
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line of the launcher's own, after what the ranks have printed so far."""
         if not self.quiet:
             if self.output is not None:
@@ -154,7 +154,7 @@ class _Job:
         self.output = Output(prefix=self.plan.value("tee", "0"), collapse=self.quiet)
         with _handling({}):  # puts back what torch changes
             try:
-                ending = agent.run(self.plan, self.logs, self.output, self.say, lambda exits: self._one_line(exits))
+                ending = agent.run(self.plan, self.logs, self.output, self.log, lambda exits: self._one_line(exits))
             except OSError as error:
                 if error.filename != self.plan.argv[0]:
                     raise
@@ -166,11 +166,11 @@ class _Job:
                     self.output = None
         if ending.saved:
             self.interrupted = ending.signal is not None
-            self.say("told to stop: the ranks have saved their state and ended. The same command goes on from there.")
+            self.log("told to stop: the ranks have saved their state and ended. The same command goes on from there.")
             return constants.SAVED
         if ending.signal is not None:
             self.interrupted = True
-            self.say(f"ended by {signal.Signals(ending.signal).name}; all processes are gone.")
+            self.log(f"ended by {signal.Signals(ending.signal).name}; all processes are gone.")
             return 128 + ending.signal
         if ending.verdict:
             self._print(ending.verdict)

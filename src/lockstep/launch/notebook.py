@@ -433,7 +433,7 @@ def _outcome(ended: Sequence[Ended], meeting: NotebookStore) -> list[Any] | Rank
         text="" if end.words is None else end.words.traceback,
     )
     follows = end.words is not None and end.words.follows
-    return _failure(meeting.tell(here, follows=follows), ended, meeting)
+    return _failure(meeting.report_failure(here, follows=follows), ended, meeting)
 
 
 def _failure(first: RemoteFailure, ended: Sequence[Ended], meeting: NotebookStore) -> RankFailed:

@@ -78,7 +78,7 @@ class _Wait:
         self._patience = patience
         self._told = ""
 
-    def goes_on(self, what: str) -> bool:
+    def pause(self, what: str) -> bool:
         """Pause for a moment; False when it has taken too long."""
         taken = time.monotonic() - self._started
         if taken > self._patience:
@@ -119,9 +119,9 @@ class NotebookStore:
         """Whether another machine had a failure."""
         if self.nodes.number == 1:
             return False
-        return self._ask(lambda store: store.peek(self._key("failed"), _read_failure)) is not None
+        return self._exchange(lambda store: store.peek(self._key("failed"), _read_failure)) is not None
 
-    def tell(self, failure: RemoteFailure, *, follows: bool) -> RemoteFailure:
+    def report_failure(self, failure: RemoteFailure, *, follows: bool) -> RemoteFailure:
         """Say that this machine had a failure, and learn the first one of the job.
 
         One that only ``follows`` from another rank's is held back for a moment: the cause may be on another machine.
@@ -131,23 +131,23 @@ class NotebookStore:
         deadline = time.monotonic() + PATIENCE
         while follows and not self.news() and time.monotonic() < deadline:
             time.sleep(_LOOK)
-        first: RemoteFailure = self._ask(
+        first: RemoteFailure = self._exchange(
             lambda store: store.claim(self._key("failed"), json.dumps(asdict(failure)), _read_failure)
         )
         return first
 
     def elsewhere(self) -> RemoteFailure:
         """The failure that there is news of."""
-        failure: RemoteFailure = self._ask(lambda store: store.get(self._key("failed"), _read_failure))
+        failure: RemoteFailure = self._exchange(lambda store: store.get(self._key("failed"), _read_failure))
         return failure
 
     def all_done(self) -> bool:
         """Wait until every machine's ranks have returned; False when some rank failed."""
         if self.nodes.number == 1:
             return True
-        self._ask(lambda store: store.set(self._key(f"done/{self.nodes.rank}"), "yes"))
+        self._exchange(lambda store: store.set(self._key(f"done/{self.nodes.rank}"), "yes"))
         everyone = [self._key(f"done/{node}") for node in range(self.nodes.number)]
-        while self._ask(lambda store: store.peek_all(everyone)) is None:
+        while self._exchange(lambda store: store.peek_all(everyone)) is None:
             if self.news():
                 return False
             time.sleep(_LOOK)
@@ -180,7 +180,7 @@ class NotebookStore:
     def _signed(self) -> SignedStore:
         return SignedStore(self.store, self._secret, "lockstep/launch")
 
-    def _ask(self, question: Callable[[SignedStore], Any]) -> Any:
+    def _exchange(self, question: Callable[[SignedStore], Any]) -> Any:
         from torch.distributed import DistError
 
         try:
@@ -214,7 +214,7 @@ class NotebookStore:
         wait = _Wait(nodes.patience)
         # Torch's own attempt could not be interrupted.
         while reason := network.knock(nodes.address, self.port, 2.0):
-            if not wait.goes_on(f"machine 0 at {nodes.address}:{self.port} ({reason})"):
+            if not wait.pause(f"machine 0 at {nodes.address}:{self.port} ({reason})"):
                 raise TopologyError(
                     f"Machine {nodes.rank} of {nodes.number} could not reach machine 0 at {nodes.address}:{self.port} "
                     f"within {nodes.patience:g} s ({reason}). Run the same cell there with node_rank=0, and check that "
@@ -228,17 +228,17 @@ class NotebookStore:
         """Called on: every machine's launcher. See that all are there, and were told the same."""
         nodes, wait = self.nodes, _Wait(self.nodes.patience)
         told = json.dumps({"num_nodes": nodes.number, "num_processes": nodes.processes, "rdzv_id": nodes.run_id})
-        self._ask(lambda store: compare_secrets(store.raw, self._secret, hosts=nodes.rank == 0))
+        self._exchange(lambda store: compare_secrets(store.raw, self._secret, hosts=nodes.rank == 0))
         mine = uuid.uuid4().hex
-        if self._ask(lambda store: store.claim(f"node{nodes.rank}/first", mine, from_text)) != mine:
+        if self._exchange(lambda store: store.claim(f"node{nodes.rank}/first", mine, from_text)) != mine:
             raise ConfigError(
                 f"node_rank={nodes.rank} is used by two machines. Give each of the {nodes.number} its own, from 0."
             )
-        self._ask(lambda store: store.set(f"node{nodes.rank}", told))
+        self._exchange(lambda store: store.set(f"node{nodes.rank}", told))
         for other in range(nodes.number):
             key = f"node{other}"
-            while (theirs := self._ask(lambda store, key=key: store.peek(key, from_text))) is None:  # type: ignore[misc]
-                if not wait.goes_on(f"machine {other} of {nodes.number}"):
+            while (theirs := self._exchange(lambda store, key=key: store.peek(key, from_text))) is None:  # type: ignore[misc]
+                if not wait.pause(f"machine {other} of {nodes.number}"):
                     raise TopologyError(
                         f"Machine {other} of {nodes.number} has not come within {nodes.patience:g} s. Run the same "
                         f"cell there, with node_rank={other}."

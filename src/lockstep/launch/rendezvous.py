@@ -156,13 +156,13 @@ class NodeRendezvous(RendezvousHandler):
 
     def set_closed(self) -> None:
         """Let nobody join any more."""
-        self.ask(self._inner.set_closed, None)
+        self.call_store(self._inner.set_closed, None)
 
     def num_nodes_waiting(self) -> int:
         """Nodes that wait for the next round; 0 while the store does not answer."""
-        return self.ask(self._inner.num_nodes_waiting, 0)
+        return self.call_store(self._inner.num_nodes_waiting, 0)
 
-    def ask(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
+    def call_store(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
         """The answer, or ``otherwise`` from a store that gives none.
 
         Behind a network that is cut, torch waits for an answer without a limit, and holds a lock meanwhile. The agent
@@ -193,7 +193,7 @@ class NodeRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Leave."""
-        return self.ask(self._inner.shutdown, False)
+        return self.call_store(self._inner.shutdown, False)
 
 
 def _read_attempt(data: bytes) -> str:

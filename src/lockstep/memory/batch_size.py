@@ -272,7 +272,7 @@ class _Search:
             found = self._check_reduced(answer, size)
         if found < 1:
             self._give_up(size, ran_out)
-        self._say(size, ran_out, f"trying {found}{self._accumulating(found)}")
+        self._log(size, ran_out, f"trying {found}{self._accumulating(found)}")
         return found
 
     def _halved(self, size: int) -> int:
@@ -346,7 +346,7 @@ class _Search:
 
     # --- telling -----------------------------------------------------------------------------------------------
 
-    def _say(self, size: int, ran_out: _RanOut, then: str) -> None:
+    def _log(self, size: int, ran_out: _RanOut, then: str) -> None:
         with self._bar.aside():
             self._notices.warning(f"batch size {size} does not fit: {_who(ran_out)}; {then}")
 

@@ -97,7 +97,7 @@ class _Batch:
         random = States.of(group.device)
         while True:
             loss, error = self._attempt(float(scaled))
-            everyone = self._tell(error)
+            everyone = self._exchange(error)
             if not any(ran_out for ran_out, _ in everyone):
                 break
             self._drop_gradients()
@@ -156,7 +156,7 @@ class _Batch:
         bounds = [self._rows * place // count for place in range(count + 1)]
         return (slice(*pair) for pair in itertools.pairwise(bounds))
 
-    def _tell(self, error: Exception | None) -> list[tuple[int, int]]:
+    def _exchange(self, error: Exception | None) -> list[tuple[int, int]]:
         """Called on: all ranks. Of each rank whether it ran out, and its rows."""
         mine = torch.tensor([int(error is not None), self._rows], device=self._group.device)
         return [(ran_out, rows) for ran_out, rows in tensors.gather(self._group, mine).view(-1, 2).tolist()]

@@ -149,7 +149,7 @@ class NanMonitor:
     def _unread(self, loss: Tensor, samples: Any) -> Tensor:
         """The same without reading it, where that would make the device wait."""
         if not self._updating:
-            self._look_later("the loss", loss, samples)
+            self._check_later("the loss", loss, samples)
             return loss
         value = loss.detach()
         self._losses.append((value, samples or self._around.samples(), list(self._recent)[-1:]))
@@ -163,7 +163,7 @@ class NanMonitor:
                 self._bad_loss = self._bad_loss or (f"the loss is {number}", samples, forwards)
         self._losses.clear()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """After the backward of a bad loss: tell of it. Not before, as running a batch again may change its inputs."""
         found, self._bad_loss = self._bad_loss, None
         if found is not None:
@@ -177,7 +177,7 @@ class NanMonitor:
         elif self._scaled:
             return  # the scaler drops what overflows, and tells ``stepped``
         elif self._late is not None:
-            self._look_later("the gradient norm", norm)
+            self._check_later("the gradient norm", norm)
         elif not math.isfinite(norm.item()):
             self._teller.warn(
                 self._around.update(), f"the gradient norm is {norm.item()}", self._around.samples(), list(self._recent)
@@ -232,7 +232,7 @@ class NanMonitor:
             return norm[0].item()
         return gradient_screen([parameter.grad for parameter in parameters if parameter.grad is not None])
 
-    def _look_later(self, what: str, value: Tensor, samples: Any = None) -> None:
+    def _check_later(self, what: str, value: Tensor, samples: Any = None) -> None:
         if self._late is not None:
             for bad in self._late.ready():
                 self._teller.warn(

@@ -165,7 +165,7 @@ class Accumulation:
             divisor = self._filled  # an earlier backward of this micro-batch has scaled the window up already
         return loss if divisor == 1 else loss / divisor
 
-    def settle(self, parameters: Iterable[Tensor]) -> None:
+    def rescale_gradients(self, parameters: Iterable[Tensor]) -> None:
         """After the backward that closes a window: scale up gradients that were divided by too much."""
         if self.settled:
             return
@@ -206,7 +206,7 @@ class Accumulation:
             weight *= self._shared[1]  # gradients of this window are divided already
         return loss * weight
 
-    def settle_items(self, group: Group, parameters: Iterable[Tensor]) -> None:
+    def divide_by_items(self, group: Group, parameters: Iterable[Tensor]) -> None:
         """Called on: all ranks, after the backward that closes a window. Divide by the items of all ranks."""
         self.settled = True
         if self._shared is None and self._item_scale is not None:

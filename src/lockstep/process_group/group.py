@@ -429,7 +429,7 @@ class Group:
             works.clear()
         self._under_way.clear()
 
-    def keep(self, owner: Any, works: list[Any]) -> None:
+    def track_works(self, owner: Any, works: list[Any]) -> None:
         """Remember a list of collectives under way; what is left in it when the generation is buried is kept."""
         # A script may prepare models again and again: of those that are gone only what is still under way counts.
         self._under_way = [(of, left) for of, left in self._under_way if left or of() is not None]

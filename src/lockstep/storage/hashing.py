@@ -130,13 +130,13 @@ class HashedFile:
                 hashing.result()
         if hashing is None:
             self._digests.update(view)
-        self._look()
+        self._take()
 
     def _write_all(self, view: memoryview) -> None:
         while view:
             view = view[self._disk.write(self._file, view) :]
 
-    def _look(self) -> None:
+    def _take(self) -> None:
         size = self._digests.size
         if self._durable and size - self._started >= _AHEAD:
             self._disk.start_writing(self._file, self._started, size - self._started)

@@ -86,7 +86,7 @@ class DDP:
         self._reductions.add(wrapped)
         self._hook(wrapped)
         if on_host and not wrapped._comm_hooks:
-            self._meet_after_backward(wrapped)
+            self._barrier_after_backward(wrapped)
         if on_host and options.broadcast_buffers and next(model.buffers(), None) is not None:
             wrapped.share_buffers_with(self._share_buffers)
         return wrapped
@@ -136,7 +136,7 @@ class DDP:
         """
         hook, state = _compression(self._group, self._options)
         if isinstance(wrapped, Replica):  # a script's own DDP can be joined, and is not prepared
-            wrapped.meet_at_next_forward(None)  # what was planned in the generation before
+            wrapped.barrier_at_next_forward(None)  # what was planned in the generation before
         if self._topology.device.type == "cpu" and (armed or self._group.recovery_enabled or hook is not None):
             reference = weakref.ref(wrapped)  # torch would never let go of a model that its own hook holds
             average = _averaging(
@@ -144,8 +144,8 @@ class DDP:
                 wrapped,
                 hook,
                 state,
-                lambda: self._meet_once(reference()),
-                (lambda: self._meet_after_used_map(reference())) if self._options.find_unused_parameters else None,
+                lambda: self._barrier_once(reference()),
+                (lambda: self._barrier_after_used_map(reference())) if self._options.find_unused_parameters else None,
                 delayed=self._options.static_graph,
             )
             wrapped.register_comm_hook(None, average)
@@ -158,7 +158,7 @@ class DDP:
             if not wrapped._comm_hooks:
                 self._hook(wrapped)
 
-    def _meet_after_backward(self, wrapped: Replica) -> None:
+    def _barrier_after_backward(self, wrapped: Replica) -> None:
         """Have all ranks meet once after the first backward that averages; with a hook, that sees to it."""
         reference = weakref.ref(wrapped)
 
@@ -168,12 +168,12 @@ class DDP:
                 handle.remove()
             elif model.require_backward_grad_sync:
                 handle.remove()
-                self._meet_once(model)
+                self._barrier_once(model)
 
         parameter = next(parameter for parameter in wrapped.parameters() if parameter.requires_grad)
         handle = parameter.register_post_accumulate_grad_hook(arrived)
 
-    def _meet_once(self, wrapped: DistributedDataParallel | None) -> None:
+    def _barrier_once(self, wrapped: DistributedDataParallel | None) -> None:
         """Have all ranks meet around what DDP does before the next forward.
 
         In the forward after the first backward DDP lets the ranks agree on new buckets, in a call that cannot be left
@@ -183,9 +183,9 @@ class DDP:
         # Then DDP keeps its first buckets.
         kept = self._options.find_unused_parameters and not self._options.static_graph
         if isinstance(wrapped, Replica) and not kept:
-            wrapped.meet_at_next_forward(self._group.barrier)
+            wrapped.barrier_at_next_forward(self._group.barrier)
 
-    def _meet_after_used_map(self, wrapped: DistributedDataParallel | None) -> None:
+    def _barrier_after_used_map(self, wrapped: DistributedDataParallel | None) -> None:
         """Have all ranks meet after DDP has exchanged which parameters were used.
 
         It waits for that in a call that cannot be left for certain. So no rank goes on, and can fail, before all have
@@ -329,7 +329,7 @@ def _averaging(
     new_promise: Any = torch._C.Future  # the Python class above it costs as much again
     under_way: list[Any] = []
     promised: list[tuple[torch.futures.Future[Any], Any]] = []
-    group.keep(wrapped, under_way)
+    group.track_works(wrapped, under_way)
     first = True
     at_end = True
 

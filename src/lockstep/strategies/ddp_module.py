@@ -126,7 +126,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._notes[handle.id] = note
         return handle
 
-    def meet_at_next_forward(self, meet: Callable[[], None] | None) -> None:
+    def barrier_at_next_forward(self, meet: Callable[[], None] | None) -> None:
         """Call this before and after what DDP does ahead of the next forward that is trained on; None: do not."""
         self.__dict__.pop("_pre_forward", None)
         if meet is None:

@@ -112,7 +112,7 @@ class Reductions:
         reached.count += 1
         self._count += 1
         if not reached.owned and not self.uneven and self._check.is_due(self._count, unowned=True):
-            self._check.look(self._count, self._equal(), unowned=True)
+            self._check.check(self._count, self._equal(), unowned=True)
         box = self._group.box
         box.answered()
         return box.enter("backward", OPTIMIZER_STEPS, 4, self._steps, batch)
@@ -145,7 +145,7 @@ class Reductions:
             self._steps += 1
             self._group.box.stepped(3)
             if not self.uneven and self._check.is_due(self._steps):
-                self._check.look(self._steps, self._equal())
+                self._check.check(self._steps, self._equal())
         else:
             for reduction in owned:
                 reduction.local = True

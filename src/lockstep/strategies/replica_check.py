@@ -64,7 +64,7 @@ class ReplicaCheck:
         """Whether there is something to do after so many steps, or reductions."""
         return self._expected is not None or self._posts(count, unowned)
 
-    def look(self, count: int, parameters: Named, unowned: bool = False) -> None:
+    def check(self, count: int, parameters: Named, unowned: bool = False) -> None:
         """So many steps or reductions were made, and these parameters ought to be the same on all ranks."""
         if self._expected is not None:
             self._compare()

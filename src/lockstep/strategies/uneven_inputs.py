@@ -58,7 +58,7 @@ def joined(
     """
     presence = _Presence(group, models[0])
     with ExitStack() as undo:
-        undo.callback(models[0].register_forward_pre_hook(presence.tell).remove)
+        undo.callback(models[0].register_forward_pre_hook(presence.announce).remove)
         for model in models:
             undo.callback(setattr, model, "_join_config", model._join_config)
             _talk_leavably(undo, group, model)
@@ -247,7 +247,7 @@ class _Presence(Joinable, JoinHook):
         self.is_last = False
         """Whether this rank was one of the last to run out."""
 
-    def tell(self, *_: Any) -> None:
+    def announce(self, *_: Any) -> None:
         """Called before each forward of the first model."""
         _reduced(self._group, self._first, 1, dist.ReduceOp.SUM)
 

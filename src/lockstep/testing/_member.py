@@ -56,12 +56,12 @@ class RankProcess:
         assert self.process.pid is not None
         return self.process.pid
 
-    def tell(self, word: bytes) -> None:
+    def send(self, word: bytes) -> None:
         """Give the rank a word; one that is dead already is found by `look`."""
         with suppress(OSError):
             self.pipe.send_bytes(word)
 
-    def look(self, started: float) -> Outcome | None:
+    def poll(self, started: float) -> Outcome | None:
         """How this rank ended, or None as long as it has not."""
         dead = bool(wait([self.process.sentinel], 0))
         # In this order: a rank that reports and then ends has reported.
@@ -103,7 +103,7 @@ class RankProcess:
             with suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def bury(self, deadline: float) -> None:
+    def wait_for_end(self, deadline: float) -> None:
         """Wait for a killed process to be gone, and let go of what belonged to it."""
         for end in (self.pipe, *self._theirs):
             end.close()

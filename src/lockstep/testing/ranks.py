@@ -192,14 +192,14 @@ class Ranks:
     def _gather(self, word: bytes, started: float, timeout: float, grace: float | None) -> list[Outcome]:
         """Give the word to all ranks and wait for how each ends, no longer than allowed."""
         for member in self._members:
-            member.tell(word)
+            member.send(word)
         deadline = started + timeout
         ended: dict[int, Outcome] = {}
         waiting = dict(enumerate(self._members))
         while waiting and (left := deadline - time.monotonic()) > 0:
             wait([handle for member in waiting.values() for handle in (member.pipe, member.process.sentinel)], left)
             for rank, member in list(waiting.items()):
-                outcome = member.look(started)
+                outcome = member.poll(started)
                 if outcome is None:
                     continue
                 ended[rank] = outcome
@@ -236,7 +236,7 @@ class Ranks:
             member.kill()
         deadline = time.monotonic() + KILL_SECONDS
         for member in members:
-            member.bury(deadline)
+            member.wait_for_end(deadline)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 

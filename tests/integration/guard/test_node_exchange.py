@@ -70,7 +70,7 @@ def asks(end: Exchange, mine: list[Snapshot], about: str = "") -> list[Snapshot]
     """Until it is its turn."""
     until = time.monotonic() + 20
     while time.monotonic() < until:
-        found = end.ask(mine, about)
+        found = end.collect(mine, about)
         if found is not None:
             return found
         time.sleep(0.01)
@@ -94,7 +94,7 @@ def test_everybody_can_ask_again_and_again_and_all_at_once(machines: Machines) -
 
     def ask(node: int) -> None:
         for _ in range(10):
-            found = machines.ends[node].ask([box(node)])
+            found = machines.ends[node].collect([box(node)])
             if found is not None:
                 assert len(found) == 3
                 counts[node] += 1
@@ -187,6 +187,6 @@ def test_without_a_store_one_sees_only_oneself() -> None:
         raise dist.DistNetworkError("the host has gone")
 
     end = Exchange(gone, node=0, nodes=2, boxes=lambda about: [], hear=lambda said: None)
-    assert end.ask([box(0)]) == [box(0)]
+    assert end.collect([box(0)]) == [box(0)]
     assert not end.publish({"text": "nobody hears this"})
     end.close()

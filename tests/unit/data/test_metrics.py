@@ -65,13 +65,15 @@ def test_items_of_a_padded_short_batch_are_dropped(size: int, ranks: int, per_sa
     rows = [min(size, left - rank * size) for rank in range(ranks) if left > rank * size]  # even_batches=False
     share = BatchCounts(tuple(rows), tuple(rows), size)
     padded = [size * per_sample] * len(rows)
-    assert share.kept([count * per_sample for count in rows], per_sample) == tuple(count * per_sample for count in rows)
-    assert share.kept(padded, per_sample) == tuple(count * per_sample for count in rows)
+    assert share.real_items([count * per_sample for count in rows], per_sample) == tuple(
+        count * per_sample for count in rows
+    )
+    assert share.real_items(padded, per_sample) == tuple(count * per_sample for count in rows)
     if per_sample == 1 or len(set(rows)) > 1:
-        assert share.kept(padded) == tuple(count * per_sample for count in rows)  # it shows without knowing
+        assert share.real_items(padded) == tuple(count * per_sample for count in rows)  # it shows without knowing
     odd = [count * per_sample + size + 1 for count in rows]
     fits = any(odd == [multiple * count for count in rows] for multiple in range(40))
-    assert fits or share.kept(odd) == tuple(odd) or all(count % size == 0 for count in odd)
+    assert fits or share.real_items(odd) == tuple(odd) or all(count % size == 0 for count in odd)
 
 
 @given(shares(), st.lists(st.integers(0, 12), min_size=5, max_size=5))

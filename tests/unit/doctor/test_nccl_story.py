@@ -272,7 +272,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             FULL.format(host=f"node{n}", pid=n, device=0),
         ):
             taking.add("a.log", n, line.encode())
-    story = taking.tell()
+    story = taking.summarize()
     assert len(story.problems) == 20
     assert len(story.communicators) == 20
     assert sum(len(group.pairs) for group in story.communicators) <= 20
@@ -311,7 +311,7 @@ def test_nothing_in_a_log_can_break_the_reading(lines: list[str], chance: random
             at = chance.randrange(len(raw))
             raw = chance.choice([raw[:at], raw[at:] + raw, raw[:at] + b"\0\xff" + raw[at:]])
         taking.add("a.log", number, raw)
-    story = taking.tell()
+    story = taking.summarize()
     reading = Reading(logs=("a.log",), story=story, findings=findings(story))
     json.dumps([finding.plain() for finding in reading.findings])
     assert list(report.lines(reading, 80))

@@ -75,7 +75,7 @@ class Cluster:
         """All watchers, some times."""
         for _ in range(times):
             for watcher in self.watchers:
-                assert watcher.look() is None
+                assert watcher.poll() is None
 
     def rounds(self) -> int:
         """Questions asked and findings told."""
@@ -124,7 +124,7 @@ def test_the_one_rank_of_a_machine_is_named_by_the_other(cluster: Cluster, slow:
 
 def test_a_machine_that_sees_it_alone_tells_without_asking(cluster: Cluster) -> None:
     cluster.steps([WAITS, WAITS], [WAITS, LATE])
-    cluster.watchers[1].look()
+    cluster.watchers[1].poll()
     (line,) = cluster.heard(0)
     assert "Rank 3 (node1, cpu)" in line
     cluster.look()
@@ -157,5 +157,5 @@ def test_whoever_reaches_nobody_tells_it_here(cluster: Cluster, monkeypatch: pyt
     cluster.steps([WAITS, WAITS], [WAITS, LATE])
     with monkeypatch.context() as patch:
         patch.setattr(cluster.watchers[1]._elsewhere, "_store", None)
-        cluster.watchers[1].look()
+        cluster.watchers[1].poll()
     assert ["Rank 3 (node1, cpu)" in line for line in cluster.said[1]] == [True]

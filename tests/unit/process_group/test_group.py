@@ -18,7 +18,7 @@ def test_ports_are_exchanged_only_where_sockets_are_shut(backend: str, reads: bo
     for peer in (1, 2):
         store.set(f"generation_0/ports/{peer}", f"[{1000 + peer}]")
     before = store.raw.num_keys()
-    group._learn_ports(frozenset())
+    group._exchange_ports(frozenset())
     assert group._peer_ports == ({1001, 1002} if reads else set())
     assert store.raw.num_keys() - before == reads
 

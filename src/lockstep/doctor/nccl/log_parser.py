@@ -86,7 +86,7 @@ class LogParser:
             else:
                 self._take(log, number, message.parse(part))
 
-    def tell(self) -> Story:
+    def summarize(self) -> Story:
         """The story so far."""
         story = self._story
         for group in self._early.values():
@@ -164,7 +164,7 @@ class LogParser:
         if number.isdecimal() and len(number) < 8 and len(self._story.drivers) < 100:
             self._story.drivers.add(f"{int(number) // 1000}.{int(number) % 1000 // 10}")
 
-    def _meet(self, said: Message, who: Who) -> None:
+    def _read_bootstrap(self, said: Message, who: Who) -> None:
         """Where it meets the others: `Bootstrap : Using`, `NET/Socket : Using`, `NET/IB : Using`."""
         before, _, names = said.text.partition("Using ")
         if not names:
@@ -229,10 +229,10 @@ class LogParser:
     _HANDLERS: ClassVar[dict[str, Callable[[LogParser, Message, Who], None]]] = {
         "NCCL": _version,
         "cudaDriverVersion": _driver,
-        "Bootstrap": _meet,
-        "Bootstrap:": _meet,
-        "NET/Socket": _meet,
-        "NET/IB": _meet,
+        "Bootstrap": _read_bootstrap,
+        "Bootstrap:": _read_bootstrap,
+        "NET/Socket": _read_bootstrap,
+        "NET/IB": _read_bootstrap,
         "Using": _network,
         "Channel": _connect,
         "Ring": _connect,

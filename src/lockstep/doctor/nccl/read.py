@@ -48,7 +48,7 @@ def read(named: Sequence[str], watch: Watch | None = None, logs: Sequence[Log] =
         except UnreadableLog as error:
             # A folder may hold other things than logs.
             findings.append(_unreadable(str(error), "error" if log.asked_for else "skipped"))
-    story = teller.tell()
+    story = teller.summarize()
     # Of a folder some files may well be empty: a rank that printed nothing.
     if empty and not names:
         findings.append(Finding(check="log", status="warning", what=f"{', '.join(empty[:6])}: nothing in it"))

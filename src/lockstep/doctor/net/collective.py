@@ -102,27 +102,27 @@ class Collective:
         """Why this size is left out, as the first rank says; all must do the same."""
         key = f"curve/{step}"
         mine = self._room(size)
-        self.meeting.tell(f"{key}/room", mine)
+        self.meeting.send(f"{key}/room", mine)
         if self.number == 0:
-            rooms = self.meeting.hear(f"{key}/room", LIMIT, of=self.ranks)
+            rooms = self.meeting.receive(f"{key}/room", LIMIT, of=self.ranks)
             short = [rank for rank, has in rooms.items() if not has]
             text = ""
             if short:
                 text = f"rank {short[0]} has too little memory"
             elif last * 4 * (self.repeats + 1) > left:
                 text = "the time budget is used up"
-            self.meeting.tell(f"{key}/go", text)
+            self.meeting.send(f"{key}/go", text)
         return str(self._from_first(f"{key}/go"))
 
     def all_go_on(self, topic: str, mine: bool) -> bool:
         """Called on: the ranks of the group. What the first of them thinks: all must do the same."""
         if self.number == 0:
-            self.meeting.tell(topic, mine)
+            self.meeting.send(topic, mine)
         # It may be in the middle of something that takes long on a slow line.
         return bool(self._from_first(topic, 6 * LIMIT))
 
     def _from_first(self, topic: str, patience: float = LIMIT) -> Any:
-        heard = self.meeting.hear(topic, patience, of=[self.ranks[0]])
+        heard = self.meeting.receive(topic, patience, of=[self.ranks[0]])
         if self.ranks[0] not in heard:
             self.stuck = True
             raise Stuck(f"rank {self.ranks[0]} was lost")

@@ -128,7 +128,7 @@ class _NetRun:
     def whole(self, own: RankInfo, own_findings: Sequence[Finding] = ()) -> NetReport | None:
         """Called on: all ranks. All of it; the report on rank 0."""
         if own.local_rank == 0:
-            self.meeting.tell("findings", [finding.plain() for finding in own_findings])
+            self.meeting.send("findings", [finding.plain() for finding in own_findings])
         members = self._roll(own)
         own = members[own.rank]
         self.started = time.monotonic()
@@ -144,7 +144,7 @@ class _NetRun:
         broken |= self._broken_lines(found)
         outcome, group, device_links = self._collective(hosts, {(min(pair), max(pair)) for pair in broken})
         last = {"outcome": outcome.plain(), "links": [link.plain() for link in (*found, *device_links)]}
-        self.meeting.tell("last words", last)
+        self.meeting.send("last words", last)
         if self.meeting.rank == 0:
             return self._report(self._with_findings(members), tried, contacts, group)
         # Rank 0, which may host the store, leaves when it has heard this: nothing is asked of the store afterwards.
@@ -153,12 +153,12 @@ class _NetRun:
 
     def _roll(self, own: RankInfo) -> dict[int, RankInfo]:
         """Called on: all ranks. Those who have come by the time that rank 0 stops waiting: the same on every rank."""
-        self.meeting.tell("member", own.plain())
+        self.meeting.send("member", own.plain())
         if self.meeting.rank == 0:
-            heard = self.meeting.hear("member", self.options.patience, said=self.said)
-            self.meeting.tell("roll", sorted(heard))
+            heard = self.meeting.receive("member", self.options.patience, said=self.said)
+            self.meeting.send("roll", sorted(heard))
         else:
-            roll = self.meeting.hear("roll", self.options.patience + _SLACK, of=[0]).get(0)
+            roll = self.meeting.receive("roll", self.options.patience + _SLACK, of=[0]).get(0)
             self.meeting.require_open()
             if roll is None:
                 raise TopologyError(
@@ -171,14 +171,14 @@ class _NetRun:
                     "Start it earlier, or let them wait longer with --patience S."
                 )
             self.meeting.lose(set(range(self.meeting.world_size)) - set(roll))
-            heard = self.meeting.hear("member", _SLACK, of=roll)
+            heard = self.meeting.receive("member", _SLACK, of=roll)
         self.meeting.require_open()
         return distinguish_hosts({rank: RankInfo.of(plain) for rank, plain in heard.items()})
 
     def _with_findings(self, members: Mapping[int, RankInfo]) -> dict[int, RankInfo]:
         """Called on: rank 0. What the checks of each machine have found, told by its first rank before it was met."""
         firsts = [rank for rank, member in members.items() if member.local_rank == 0]
-        told = self.meeting.hear("findings", links.CONNECT, of=firsts)
+        told = self.meeting.receive("findings", links.CONNECT, of=firsts)
         return {rank: replace(member, findings=told.get(rank, ())) for rank, member in members.items()}
 
     def _connect(
@@ -190,16 +190,16 @@ class _NetRun:
         """
         self.said("connecting every rank to every other")
         contacts, lines = links.reach(own, members, keep)
-        self.meeting.tell("contacts", [contact.plain() for contact in contacts])
+        self.meeting.send("contacts", [contact.plain() for contact in contacts])
         if self.meeting.rank == 0:
             named = self._raise_alarm(members, contacts, set())  # what this rank has seen need not wait for the others
-            heard = self.meeting.hear("contacts", 10 * links.CONNECT, said=self.said)
+            heard = self.meeting.receive("contacts", 10 * links.CONNECT, said=self.said)
             contacts = read_all(Contact, heard)
             ways = [[contact.source, contact.target] for contact in contacts]
-            self.meeting.tell("connections", {"tried": sorted(heard), "failed": ways})
+            self.meeting.send("connections", {"tried": sorted(heard), "failed": ways})
             self._raise_alarm(members, contacts, named)
             return sorted(heard), contacts, lines
-        told = self.meeting.hear("connections", 12 * links.CONNECT, of=[0]).get(0, {"tried": [], "failed": []})
+        told = self.meeting.receive("connections", 12 * links.CONNECT, of=[0]).get(0, {"tried": [], "failed": []})
         self.meeting.lose(set(members) - set(told["tried"]))
         return told["tried"], [Contact(source=a, target=b, error="failed") for a, b in told["failed"]], lines
 
@@ -226,7 +226,7 @@ class _NetRun:
         target = min(self.options.target, self.options.budget / 2 / max(1, len(order)) / 4)
         found = []
         for number, together in enumerate(order):
-            self.meeting.meet(f"round/{number}", 4 * links.SILENCE)
+            self.meeting.barrier(f"round/{number}", 4 * links.SILENCE)
             for pair in together:
                 if dialled[pair] != self.meeting.rank:
                     continue
@@ -246,18 +246,18 @@ class _NetRun:
     def _broken_lines(self, found: Sequence[Link]) -> set[Pair]:
         """Called on: all ranks. Lines that broke while they were measured: on rank 0 all, on the others their own."""
         own = [(link.a, link.b) for link in found if link.error]
-        self.meeting.tell("broken lines", own)
+        self.meeting.send("broken lines", own)
         if self.meeting.rank != 0:
             return set(own)
-        heard = self.meeting.hear("broken lines", 4 * links.SILENCE, said=self.said)
+        heard = self.meeting.receive("broken lines", 4 * links.SILENCE, said=self.said)
         return {(a, b) for told in heard.values() for a, b in told}
 
     def _collective(self, hosts: Mapping[int, str], broken: Set[Pair]) -> tuple[RankResult, list[int], list[Link]]:
-        self.meeting.meet("before collectives", 4 * links.SILENCE)
+        self.meeting.barrier("before collectives", 4 * links.SILENCE)
         copy = None
         if self.topology.local_rank == 0 and self.options.rates:
             copy = collective.copy_rate()
-        self.meeting.meet("copied", 4 * links.SILENCE)
+        self.meeting.barrier("copied", 4 * links.SILENCE)
         group = self._group(hosts, broken)
         outcome = RankResult(rank=self.meeting.rank, copy=copy)
         if not self.options.rates or self.meeting.rank not in group or len(group) < 2:
@@ -292,8 +292,8 @@ class _NetRun:
             ranks = sorted(set(hosts) - set(self.meeting.missing))
             number = {rank: place for place, rank in enumerate(ranks)}
             between = [(number[a], number[b]) for a, b in broken if a in number and b in number]
-            self.meeting.tell("group", [ranks[place] for place in schedule.together(len(ranks), between)])
-        heard: dict[int, list[int]] = self.meeting.hear("group", 4 * links.SILENCE, of=[0])
+            self.meeting.send("group", [ranks[place] for place in schedule.together(len(ranks), between)])
+        heard: dict[int, list[int]] = self.meeting.receive("group", 4 * links.SILENCE, of=[0])
         return heard.get(0, [])
 
     def _device_pairs(self, team: Collective, hosts: Mapping[int, str]) -> list[Link]:
@@ -318,7 +318,7 @@ class _NetRun:
         contacts: Sequence[Contact],
         group: Sequence[int],
     ) -> NetReport:
-        heard = self.meeting.hear("last words", 2 * collective.LIMIT, said=self.said)
+        heard = self.meeting.receive("last words", 2 * collective.LIMIT, said=self.said)
         outcomes = {rank: RankResult.of(words["outcome"]) for rank, words in heard.items()}
         told: list[Link] = read_all(Link, {rank: words["links"] for rank, words in heard.items()})
         for rank in sorted(set(members) - set(outcomes)):

@@ -86,7 +86,7 @@ class StoreChannel:
         """A part of the store for a process group of torch's."""
         return PrefixStore(self._signed.full(name), self.store)
 
-    def tell(self, topic: str, value: Any) -> None:
+    def send(self, topic: str, value: Any) -> None:
         """Tell the others something, under a topic that is used once."""
         try:
             # A question first, which is answered and so shows whether the store is there. The word itself is the last
@@ -96,7 +96,7 @@ class StoreChannel:
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
             self.closed = True
 
-    def hear(
+    def receive(
         self,
         topic: str,
         patience: float,
@@ -152,9 +152,9 @@ class StoreChannel:
                 "has ended. Look at the output of rank 0."
             )
 
-    def meet(self, name: str, patience: float) -> None:
+    def barrier(self, name: str, patience: float) -> None:
         """Called on: all ranks. Wait until all have come here, those left out that were already missing."""
-        self.tell(name, 1)
+        self.send(name, 1)
         asked = [rank for rank in range(self.world_size) if rank not in self._lost]
         self._lost |= self._wait(name, asked, patience, lambda text: None)
 

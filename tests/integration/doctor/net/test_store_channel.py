@@ -33,8 +33,8 @@ def ranks(count: int, work: Callable[[StoreChannel], Any], absent: tuple[int, ..
 
 def test_everybody_hears_everybody() -> None:
     def work(meeting: StoreChannel) -> Any:
-        meeting.tell("who", {"rank": meeting.rank})
-        return meeting.hear("who", 10)
+        meeting.send("who", {"rank": meeting.rank})
+        return meeting.receive("who", 10)
 
     assert set(map(str, ranks(7, work).values())) == {str({rank: {"rank": rank} for rank in range(7)})}
 
@@ -43,10 +43,10 @@ def test_those_that_never_come_are_waited_for_once() -> None:
     words: list[str] = []
 
     def work(meeting: StoreChannel) -> Any:
-        meeting.tell("who", meeting.rank)
-        heard = meeting.hear("who", 1.3, said=words.append)
+        meeting.send("who", meeting.rank)
+        heard = meeting.receive("who", 1.3, said=words.append)
         started = time.monotonic()
-        meeting.meet("later", 30)
+        meeting.barrier("later", 30)
         return sorted(heard), meeting.missing, time.monotonic() - started < 10
 
     assert set(map(str, ranks(5, work, absent=(1, 3)).values())) == {"([0, 2, 4], [1, 3], True)"}
@@ -57,12 +57,12 @@ def test_one_that_comes_after_it_was_given_up_does_not_stand_for_another() -> No
     store = dist.HashStore()
     early, late, other = (StoreChannel(store, rank, 3) for rank in range(3))
     early.lose([1])
-    late.tell("who", 1)
-    early.tell("who", 0)
-    assert early.hear("who", 0.3) == {0: 0}  # two have told, but not the two that were asked
+    late.send("who", 1)
+    early.send("who", 0)
+    assert early.receive("who", 0.3) == {0: 0}  # two have told, but not the two that were asked
     assert early.missing == [1, 2]
-    other.tell("again", 2)
-    assert other.hear("again", 5, of=[2]) == {2: 2}
+    other.send("again", 2)
+    assert other.receive("again", 5, of=[2]) == {2: 2}
 
 
 def test_a_port_that_is_taken_is_told_with_one_that_is_free() -> None:
