@@ -408,7 +408,7 @@ class Accelerator(PrepareMethods, CollectiveMethods, ModelFileMethods):
         if accumulation.sync_gradients:
             self._complete_update(num_items is not None, counts=entered is not None)
         if self._watch is not None and self._watch.pending:
-            self._watch.tell()
+            self._watch.report()
 
     def _complete_update(self, weighted: bool, counts: bool = True) -> None:
         """Called on: all ranks. After the backward that closes a window: bring its gradients to scale.

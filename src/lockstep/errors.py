@@ -20,15 +20,44 @@ Texts follow one form: what you set, what we saw, what to do.
 
 from __future__ import annotations
 
+import re
+
 TYPE_CHECKING = False  # as typing has it, which takes a while to load
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from traceback import TracebackException
+    from typing import Any, TypeVar
+
+    _Chained = TypeVar("_Chained", BaseException, TracebackException)
 
 
 def first_line(error: object) -> str:
     """The first line of an error's text, or of a text, that says anything; the error's type where none does."""
     named = type(error).__name__ if isinstance(error, BaseException) else ""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), named)
+
+
+LOST_PEER = re.compile(
+    r"PeerFailure|DistNetworkError|gloo|nccl|connection (was )?(likely )?(closed|reset)|broken pipe", re.IGNORECASE
+)
+"""What errors say when the process at the other end of a connection is gone."""
+
+
+def walk_chain(error: _Chained | None, *, suppressed: bool = False) -> Iterator[_Chained]:
+    """The error, what it was raised from or while handling, and the members of groups, each once.
+
+    With ``suppressed`` also what ``raise ... from`` has put out of sight. Takes tracebacks' own form of them, too.
+    """
+    waiting: list[Any] = [error]
+    seen: set[int] = set()
+    while waiting:
+        part: Any = waiting.pop(0)
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        hidden = part.__suppress_context__ and not suppressed
+        waiting += [part.__cause__, None if hidden else part.__context__, *(getattr(part, "exceptions", None) or ())]
 
 
 class LockstepError(Exception):

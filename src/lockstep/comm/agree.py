@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 import torch.distributed as dist
 
 from lockstep.comm.objects import all_objects
-from lockstep.errors import PeerFailure
+from lockstep.errors import PeerFailure, walk_chain
 from lockstep.process_group.group import Group
 
 Value = TypeVar("Value")
@@ -187,7 +187,7 @@ def _line(error: BaseException) -> str:
 
 def clear_frames(error: BaseException | None) -> None:
     """Drop the local variables that an exception's tracebacks hold, so that memory can be freed."""
-    for part in _chain(error):
+    for part in walk_chain(error, suppressed=True):
         traceback.clear_frames(part.__traceback__)
 
 
@@ -197,13 +197,5 @@ def drop_tracebacks(error: BaseException | None) -> None:
     Torch calls a module's forward in such a function, so a traceback out of a forward holds the module.
     """
     clear_frames(error)
-    for part in _chain(error):
+    for part in walk_chain(error, suppressed=True):
         part.__traceback__ = None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__

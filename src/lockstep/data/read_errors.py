@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import traceback
 from contextlib import suppress
 from types import TracebackType
@@ -10,6 +9,7 @@ from typing import Any
 
 from lockstep.data.global_batch import GlobalBatch, name_samples
 from lockstep.errors import PeerFailure
+from lockstep.host.processes import name_signal
 from lockstep.process_group.group import Group
 
 _TOLD = "_lockstep_told"
@@ -43,7 +43,7 @@ def of_lost_worker(error: Exception, batches: Any) -> Exception:
     if not lost:
         return error
     pid, code = lost[0]
-    how = f"was killed by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"exited with code {code}"
+    how = f"was killed by {name_signal(code)}" if code < 0 else f"exited with code {code}"
     return RuntimeError(
         f"DataLoader worker (pid {pid}) {how} while it handed over a batch. If nobody killed it, memory is the first "
         "suspect: look for the out-of-memory killer in `dmesg`, and at the size of /dev/shm."

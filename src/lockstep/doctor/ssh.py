@@ -5,11 +5,12 @@ from __future__ import annotations
 import getpass
 import json
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from lockstep.host.processes import name_signal
 
 RESOLVE = 6.0
 CONNECT = 5.0
@@ -63,7 +64,7 @@ class Answer:
     @property
     def _ending(self) -> str:
         if self.code is not None and self.code < 0:
-            return f"it was ended by signal {-self.code} ({signal.Signals(-self.code).name})"
+            return f"it was ended by signal {-self.code} ({name_signal(self.code)})"
         return f"exit code {self.code}"
 
 

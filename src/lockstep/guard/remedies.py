@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.blackbox.snapshot import Op, Snapshot
+from lockstep.errors import LOST_PEER
 from lockstep.guard.diagnosis import RankLocation
 from lockstep.guard.rank_location import RANGES, at
 from lockstep.rundir.format_ranks import name_ranks
@@ -27,7 +28,6 @@ KILLED = (
     "If nobody killed it, memory is the first suspect: look for the out-of-memory killer in `dmesg`, and at the limits "
     "of the container or the batch system."
 )
-_FOLLOWER = re.compile(r"PeerFailure|gloo|nccl|connection (was )?(closed|reset)|broken pipe", re.IGNORECASE)
 _STEPS = re.compile(r"after (\d+) optimizer steps?")
 _SHAPE = re.compile(r"[\[(][\d, x]*[\])]")
 _DTYPE = re.compile(r"\b(torch\.)?(b?float|u?int|complex|bool|half|double|long)\d*\w*\b")
@@ -230,7 +230,7 @@ def different_steps(calls: Sequence[tuple[Snapshot, Op]]) -> CauseAndFix:
 
 def is_follower(place: RankLocation) -> bool:
     """Whether its end reads like a consequence of another rank's."""
-    return bool(_FOLLOWER.search(place.detail))
+    return bool(LOST_PEER.search(place.detail))
 
 
 def ended_rank_cause(place: RankLocation, waiting: Sequence[RankLocation]) -> CauseAndFix:

@@ -15,11 +15,12 @@ from lockstep.guard.crash import Crash, different_calls, format_stack
 from lockstep.guard.node_exchange import Node
 from lockstep.guard.rank_location import last_steps
 from lockstep.guard.remedies import KILLED
+from lockstep.host.processes import name_signal
 from lockstep.rundir.crash_report import CrashReport, first_failure
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.rundir.printable import printable, uncoloured
 
-_SIGNALS = {
+_SIGNALS: dict[int, str] = {
     signal.SIGSEGV: "segmentation fault: native code touched memory that is not its own",
     signal.SIGABRT: "aborted itself: a check in native code failed, or memory was corrupted",
     signal.SIGBUS: "bus error: often /dev/shm is full, or a memory-mapped file became shorter",
@@ -68,11 +69,8 @@ def in_words(code: int, out_of_memory: bool = False) -> str:
         if out_of_memory:
             return "killed by the operating system, out of memory"
         return "killed (SIGKILL): from outside, or by the operating system if memory ran out"
-    try:
-        known = signal.Signals(-code)
-    except ValueError:
-        return f"ended by signal {-code}"
-    return f"{_SIGNALS.get(known, 'ended by a signal')} ({known.name})"
+    name = name_signal(code)
+    return f"ended by {name}" if " " in name else f"{_SIGNALS.get(-code, 'ended by a signal')} ({name})"
 
 
 def _as_shell(code: int) -> str:

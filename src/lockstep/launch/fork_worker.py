@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.config import env
+from lockstep.host.processes import die_with_parent
 from lockstep.rundir import crash_report
 
 LENGTH = struct.Struct("!Q")
@@ -97,7 +98,8 @@ def live(call: RankFunction, place: RankEnvironment, pipes: Pipes, every: Sequen
     # What was garbage in the parent stays: a destructor there may wait for threads that only the parent has.
     gc.freeze()
     os.setpgid(0, 0)  # what the rank starts itself ends with it, and an interrupt comes from the launcher alone
-    _die_with_parent()
+    parent = multiprocessing.parent_process()
+    die_with_parent(os.getppid() if parent is None or parent.pid is None else parent.pid)
     signal.set_wakeup_fd(-1)  # an event loop of the parent's
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -240,17 +242,6 @@ def _redirect_display(pipes: Pipes) -> None:
         from tqdm import asyncio, auto
     # In a kernel it makes widgets, which need a kernel to talk to; bars of text arrive.
     auto.tqdm = asyncio.tqdm_asyncio
-
-
-def _die_with_parent() -> None:
-    """Have Linux kill this process when the one it was forked from is gone, killed or not."""
-    if not sys.platform.startswith("linux"):
-        return
-    parent = multiprocessing.parent_process()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
-    if parent is not None and os.getppid() != parent.pid:
-        os.kill(os.getpid(), signal.SIGKILL)  # it went in between
 
 
 def _leave_job() -> None:

@@ -19,6 +19,7 @@ import signal
 import sys
 
 from lockstep.config import env
+from lockstep.host.processes import die_with_parent
 from lockstep.launch import leftovers
 from lockstep.rundir import constants, files
 
@@ -38,7 +39,8 @@ def main() -> None:
     module = bool(argv) and argv[0] == "-m"
     script, *args = argv[1:] if module else argv
     environ = env.snapshot()
-    _die_with_launcher(environ.get(leftovers.LAUNCHER))
+    launcher = environ.get(leftovers.LAUNCHER, "")
+    die_with_parent(int(launcher) if launcher.isdecimal() else os.getppid())
     directory = environ.get(constants.VARIABLE)
     _write_stack_on_crash(_write_stacks_on_signal(directory, environ) if directory else None)
     leftovers.use_folder(environ.get(leftovers.VARIABLE, ""))
@@ -124,19 +126,6 @@ def _write_stack_on_crash(file: TextIO | None) -> None:
     with contextlib.suppress(RuntimeError, OSError, ValueError):  # without a stderr there is nowhere to write
         if not faulthandler.is_enabled():
             faulthandler.enable(file or sys.stderr)
-
-
-def _die_with_launcher(launcher: str | None) -> None:
-    """Have Linux kill this process when the launcher, of this number, is gone, killed or not."""
-    if not sys.platform.startswith("linux"):
-        return
-    import ctypes
-
-    parent = int(launcher) if launcher and launcher.isdecimal() else os.getppid()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)  # it went before: while this process was being started, even
 
 
 if __name__ == "__main__":

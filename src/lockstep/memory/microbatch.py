@@ -114,7 +114,7 @@ class _Batch:
             host._strategy.average(host._models)
             host._complete_update(weighted)
         if host._watch is not None and host._watch.pending:
-            host._watch.tell()
+            host._watch.report()
         assert loss is not None
         return loss
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
 
 import torch
 
 from lockstep.config.sizes import in_words
-from lockstep.errors import OutOfMemory, PeerFailure
+from lockstep.errors import OutOfMemory, PeerFailure, walk_chain
 
 _TEXTS = re.compile(
     r" out of memory\b"  # CUDA, HIP, XPU, NPU, MPS, and "CUDA error: out of memory"
@@ -30,12 +29,12 @@ _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether a device or the host ran out of memory, on this rank or, as a ``PeerFailure`` tells it, on another."""
-    return any(_is_one(part) for part in _chain(error))
+    return any(_is_one(part) for part in walk_chain(error))
 
 
 def requested_bytes(error: BaseException) -> int | None:
     """How much memory was asked for when there was not enough; None when the error does not say."""
-    for part in _chain(error):
+    for part in walk_chain(error):
         found = _REQUEST.search(str(part))
         if found:
             unit = found["unit"] or found["unit2"]
@@ -58,7 +57,7 @@ def describe(error: BaseException | None) -> str:
 
 def root_of(error: BaseException) -> BaseException:
     """The exception of the chain that is the lack of memory itself; the error where there is none."""
-    return next((part for part in _chain(error) if _is_one(part)), error)
+    return next((part for part in walk_chain(error) if _is_one(part)), error)
 
 
 def _is_one(error: BaseException) -> bool:
@@ -70,16 +69,3 @@ def _is_one(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and bool(_TEXTS.search(str(error)))
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what it was raised from or while handling, and the members of groups."""
-    waiting, seen = [error], set()
-    while waiting:
-        part = waiting.pop(0)
-        if part is None or id(part) in seen:
-            continue
-        seen.add(id(part))
-        yield part
-        before = part.__cause__ if part.__suppress_context__ else part.__context__
-        waiting += [before, *getattr(part, "exceptions", ())]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.host.atomic_file import replacing
 from lockstep.model_files.safetensors_file import raw
 from lockstep.model_files.shared_tensors import tied_names
 from lockstep.model_files.state_loader import WeightPlacement, in_place
@@ -147,9 +147,5 @@ class OffloadFolder:
 
     def _replace(self, path: Path, content: bytes | memoryview) -> None:
         """A process may have the old file mapped: that one is left as it is."""
-        beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            beside.write_bytes(content)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        with replacing(path) as draft:
+            Path(draft).write_bytes(content)

@@ -12,6 +12,7 @@ import torch
 from lockstep import current
 from lockstep.config.sizes import shard_size
 from lockstep.errors import CheckpointError
+from lockstep.host.atomic_file import replacing
 from lockstep.logging import get_notices
 from lockstep.model_files import safetensors_file, weights
 from lockstep.model_files.shared_tensors import clean_state_dict_for_safetensors, tied_names
@@ -35,14 +36,8 @@ def save_object(obj: Any, f: Any, safe_serialization: bool) -> None:
     if not isinstance(f, (str, os.PathLike)):
         _write(obj, f, safe_serialization)
         return
-    path = Path(f)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with PLAIN.open(beside) as file:
-            _write(obj, file, safe_serialization)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replacing(f) as draft, PLAIN.open(Path(draft)) as file:
+        _write(obj, file, safe_serialization)
 
 
 def _write(obj: Any, file: Any, safe_serialization: bool) -> None:

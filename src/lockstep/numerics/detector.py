@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.config.recording import NumericsRecord
 from lockstep.errors import ConfigError, NumericsError
+from lockstep.model_files.unwrap import inner_model
 from lockstep.numerics import report
 from lockstep.numerics.batches import Batches
 from lockstep.numerics.dtype_limits import SCALER_PATIENCE
@@ -23,7 +24,7 @@ from lockstep.numerics.process import append_report, this_process
 from lockstep.numerics.report import Hit, Underflow
 from lockstep.numerics.stats import Numbers
 from lockstep.numerics.tensor_reader import FrameRow, ModuleCall, TensorReader, inputs_of, leaves_of
-from lockstep.numerics.unwrap import describe_type, idle, innermost, is_compiled
+from lockstep.numerics.unwrap import describe_type, idle, is_compiled
 from lockstep.traces.frames import FrameSink
 
 _UNDERFLOW_SHARE = 0.5
@@ -75,7 +76,7 @@ class DebugUnderflowOverflow:
         traced, record_batches = _check_arguments(
             model, max_frames_to_save, trace_batch_nums, abort_after_batch_num, record_batches
         )
-        self.model = innermost(model)
+        self.model = inner_model(model)
         self.trace_batch_nums = frozenset(traced or ())
         self.abort_after_batch_num = abort_after_batch_num
         self.underflows: dict[tuple[str, str], Underflow] = {}

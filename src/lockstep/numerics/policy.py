@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from lockstep.config.choices import NanPolicy
 from lockstep.errors import NumericsError
+from lockstep.model_files.unwrap import inner_model
 from lockstep.numerics.async_check import Late
 from lockstep.numerics.dtype_limits import SCALER_PATIENCE
 from lockstep.numerics.replay_buffer import Forward, Recall
-from lockstep.numerics.unwrap import innermost, is_compiled
+from lockstep.numerics.unwrap import is_compiled
 from lockstep.process_group.group import Group
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class NanMonitor:
 
     def follow(self, model: nn.Module) -> None:
         """Remember what this model's forwards are called with; a compiled one is left as it was compiled."""
-        inner = innermost(model)
+        inner = inner_model(model)
         self._models.append(inner)
         if not is_compiled(model):
             device = self._group.device
@@ -109,7 +110,7 @@ class NanMonitor:
 
     def retain(self, models: Iterable[nn.Module]) -> None:
         """Forget all other models than these, and what any of them was called with."""
-        kept = {id(innermost(model)) for model in models}
+        kept = {id(inner_model(model)) for model in models}
         for inner, handle in self._handles:
             if id(inner) not in kept:
                 handle.remove()

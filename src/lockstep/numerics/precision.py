@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lockstep.comm.trees import map_tensors, walk_paths
 from lockstep.errors import ConfigError
-from lockstep.numerics.unwrap import describe_type, innermost
+from lockstep.model_files.unwrap import inner_model
+from lockstep.numerics.unwrap import describe_type
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -35,7 +36,7 @@ def run_in_fp32(model: nn.Module, *names: str) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"run_in_fp32: model is {describe_type(model)}. Pass a torch.nn.Module.")
-    inner = innermost(model)
+    inner = inner_model(model)
     known = dict(inner.named_modules())
     problems = [_unknown(name, list(known)) for name in names if name not in known]
     if problems or not names:

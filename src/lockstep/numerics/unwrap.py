@@ -6,18 +6,6 @@ from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
-
-
-def innermost(model: nn.Module) -> nn.Module:
-    """The model inside DDP and ``torch.compile``, in whatever order they are."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, (DistributedDataParallel, DataParallel)):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def describe_type(thing: Any) -> str:

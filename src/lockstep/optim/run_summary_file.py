@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from pathlib import Path
 
+from lockstep.host.atomic_file import replacing
 from lockstep.optim.run_summary import RunSummary, compare
 from lockstep.rundir.regular_file import read_json
 
@@ -45,11 +44,5 @@ def _read(path: Path) -> RunSummary | None:
 def _write(path: Path, record: RunSummary) -> None:
     """The whole file or nothing: whoever reads meanwhile sees the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        fresh.write_text(json.dumps(record.to_dict(), indent=2) + "\n", encoding="utf-8")
-        os.replace(fresh, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-        raise
+    with replacing(path) as draft:
+        Path(draft).write_text(json.dumps(record.to_dict(), indent=2) + "\n", encoding="utf-8")

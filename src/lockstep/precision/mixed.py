@@ -68,7 +68,7 @@ class MixedForward:
         return convert_to_fp32(outputs)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def restore_forward(model: nn.Module) -> nn.Module:
     """The model with its own forward."""
     wrapper = model.__dict__.get("forward")
     if isinstance(wrapper, MixedForward):

@@ -9,7 +9,7 @@ import re
 import signal
 import time as clock
 import traceback as tracebacks
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.config import env
-from lockstep.errors import DistributedOperationException, LockstepError, PeerFailure
+from lockstep.errors import LOST_PEER, DistributedOperationException, LockstepError, PeerFailure, walk_chain
 from lockstep.rundir import files
 from lockstep.rundir.constants import rank_in
 from lockstep.rundir.layout import RunDirectory
@@ -34,11 +34,6 @@ _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _FILE = re.compile(r"rank_(\d+)\.json")
 
-# What torch's errors say when the other end of a line is gone. A rank whose own mistake reads like this is still
-# found: when every rank only follows, the earliest is taken.
-_LOST_PEER = re.compile(
-    r"gloo|nccl|connection (was likely )?closed|connection (was )?reset|broken pipe", flags=re.IGNORECASE
-)
 _LEAVING = ("SystemExit", "KeyboardInterrupt")
 
 ADVISERS: list[Callable[[BaseException], str]] = []
@@ -168,7 +163,7 @@ def _traceback(kind: type[BaseException], value: BaseException | None, trace: Tr
         return f"{kind.__name__}\n"
     try:
         whole = tracebacks.TracebackException(kind, value, trace)
-        for part in _chain(whole):
+        for part in walk_chain(whole, suppressed=True):
             user = [frame for frame in part.stack if not _is_machinery(frame.filename)]
             # A script that does not parse has no frame of its own, but says where by itself.
             if user or issubclass(kind, SyntaxError):
@@ -176,19 +171,6 @@ def _traceback(kind: type[BaseException], value: BaseException | None, trace: Tr
         return "".join(whole.format())
     except Exception as error:
         return f"<the traceback cannot be made: {type(error).__name__}>\n"
-
-
-def _chain(whole: tracebacks.TracebackException) -> Iterator[tracebacks.TracebackException]:
-    """The error, what it came from, and the members of groups."""
-    waiting, seen = [whole], set()
-    while waiting:
-        part = waiting.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        yield part
-        members = getattr(part, "exceptions", None) or []  # Python 3.10 has no groups
-        waiting += [other for other in (part.__cause__, part.__context__, *members) if other is not None]
 
 
 def _is_machinery(filename: str) -> bool:
@@ -238,7 +220,8 @@ def _led_by(value: BaseException | None, rank: int) -> tuple[bool, int | None]:
             return value.rank != rank, value.rank if value.rank != rank else None
         # Our other errors are about this rank, whatever words they use; what they came from counts.
         plain = isinstance(value, RuntimeError) and not isinstance(value, LockstepError)
-        if plain and _LOST_PEER.search(message_of(value)):
+        # A rank whose own mistake reads like this is still found: when every rank only follows, the earliest is taken.
+        if plain and LOST_PEER.search(message_of(value)):
             return True, None
         before = value.__cause__
         if before is None and isinstance(value, SystemExit) and not value.__suppress_context__:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from lockstep.config import env
+from lockstep.host.atomic_file import replacing
 from lockstep.rundir import crash_report
 
 _LATER = 2
@@ -30,11 +31,8 @@ def write(message: str, callstack: str, *, follows: bool = False) -> None:
     if path is None or os.path.exists(path):
         return
     about = {"py_callstack": callstack, "timestamp": str(int(time.time()) + (_LATER if follows else 0))}
-    draft = f"{path}.{os.getpid()}"
-    with suppress(OSError, ValueError):
-        with open(draft, "w") as file:
-            json.dump({"message": {"message": message, "extraInfo": about}}, file)
-        os.replace(draft, path)
+    with suppress(OSError, ValueError), replacing(path) as draft, open(draft, "w") as file:
+        json.dump({"message": {"message": message, "extraInfo": about}}, file)
 
 
 class ErrorFile:

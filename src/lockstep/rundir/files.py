@@ -6,7 +6,8 @@ It imports nothing that takes time: a rank needs it before anything else is load
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+
+from lockstep.host.atomic_file import replacing
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,13 +35,5 @@ def make_folder(path: str | Path) -> None:
 
 def replace(path: str | Path, data: bytes) -> None:
     """Put a file in the place of an older one. OSError when it cannot be; the older one stays, and nothing else."""
-    folder, name = os.path.split(os.fspath(path))
-    draft = os.path.join(folder, f".{name}.{os.urandom(4).hex()}")
-    try:
-        with open(draft, "wb", opener=private) as file:
-            file.write(data)
-        os.replace(draft, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(draft)
-        raise
+    with replacing(path) as draft, open(draft, "wb", opener=private) as file:
+        file.write(data)

@@ -34,7 +34,7 @@ from lockstep.optim.optimizer import PreparedOptimizer
 from lockstep.optim.scheduler import PreparedScheduler
 from lockstep.precision.mixed import Precision
 from lockstep.precision.scaler import LossScaler
-from lockstep.strategies import unwrapping
+from lockstep.strategies import unwrap
 from lockstep.strategies.choose import Strategy
 from lockstep.strategies.compiling import compile_model
 from lockstep.topology.memory import empty_cache
@@ -102,7 +102,7 @@ class PrepareMethods(ProcessView, DataOptions, StateMethods, MemoryMethods, Moni
         elif _OWNER in model.__dict__:  # of another accelerator, or from before free_memory()
             model = self._strategy.unwrap(model)
         place = self.device_placement if device_placement is None else device_placement
-        if unwrapping.spans_devices(model):
+        if unwrap.spans_devices(model):
             if self.use_distributed and not evaluation_mode:
                 raise UsageError(
                     "This model is spread over several devices (hf_device_map), and each process needs a whole one. "
@@ -258,11 +258,11 @@ class PrepareMethods(ProcessView, DataOptions, StateMethods, MemoryMethods, Moni
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
         """The user's model, out of what ``prepare`` put around it."""
-        return unwrapping.unwrap(model, self._strategy, keep_fp32_wrapper, keep_torch_compile)
+        return unwrap.unwrap(model, self._strategy, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether the model is spread over several devices."""
-        return unwrapping.spans_devices(model)
+        return unwrap.spans_devices(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of everything that was prepared, and of the device's cache; gives a None for each object."""

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from lockstep.errors import LOST_PEER
+from lockstep.host.processes import name_signal
 
 DIED = "Died"
 TIMED_OUT = "TimedOut"
 STOPPED = "Stopped"
 
 _TAIL_LINES = 20
-# What an exception says when the process at the other end has gone (gloo, TCPStore, and our own PeerFailure).
-_LOST_PEER = re.compile(
-    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|PeerFailure|DistNetworkError", re.I
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,7 @@ def in_order(failures: Sequence[Outcome]) -> list[Outcome]:
     deaths = any(outcome.error_type == DIED for outcome in failures)
 
     def when(outcome: Outcome) -> tuple[bool, bool, float]:
-        lost_peer = outcome.error_type != DIED and _LOST_PEER.search(outcome.error_text) is not None
+        lost_peer = outcome.error_type != DIED and LOST_PEER.search(outcome.error_text) is not None
         return outcome.error_type == STOPPED, deaths and lost_peer, outcome.seconds
 
     return sorted(failures, key=when)
@@ -75,10 +73,7 @@ def describe_exit(code: int | None) -> str:
         return "closed its connection to the harness, but is still running"
     if code >= 0:
         return f"exited with code {code} before the function returned"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+    name = name_signal(code)
     hints = {"SIGKILL": "kill -9, or out of memory", "SIGABRT": "an abort in native code", "SIGSEGV": "a bad pointer"}
     return f"killed by {name}" + (f" ({hints[name]})" if name in hints else "")
 

@@ -11,7 +11,6 @@ import gzip
 import html
 import json
 import math
-import os
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep.errors import ConfigError
+from lockstep.host.atomic_file import replacing
 from lockstep.rundir.printable import printable
 from lockstep.traces.align import Source, by_batch, merged_order
 from lockstep.traces.frames import Frame, Stat
@@ -87,10 +87,9 @@ def write_page(
 
     Cells hold the largest value on any rank. ``notes`` is asked at the end, when everything was read.
     """
-    part = out.with_name(f".{out.name}.{os.getpid()}")
     table = _Table()
     try:
-        with open(part, "w", encoding="utf-8") as file:
+        with replacing(out) as draft, open(draft, "w", encoding="utf-8") as file:
             _begin(file, title)
             for batch, parts in by_batch(traces):
                 frames = [(rank, frame) for rank, part in parts.items() for frame in part.frames]
@@ -105,11 +104,8 @@ def write_page(
                     f"{title}: the trace holds no frame, so there is nothing to draw. " + " ".join(notes())
                 )
             _end(file, table, sorted(traces), notes())
-        os.replace(part, out)
     except OSError as error:
         raise ConfigError(f"The page {out} cannot be written: {error.strerror or error}.") from None
-    finally:
-        part.unlink(missing_ok=True)
     return len(table.rows), len(table.batches)
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
+from lockstep.host.atomic_file import replacing
 from lockstep.traces.frames import Frame, Stat
 
 _ROWS = 16384
@@ -40,13 +40,11 @@ def convert(file: Path) -> Path:
 
     header = read_header(file)
     target = file.with_suffix(".parquet")
-    unfinished = target.with_suffix(".parquet.part")
     schema = _schema(arrow).with_metadata({_HEADER: json.dumps(header).encode()})
     rows = _rows(Trace(file, header.get("rank", 0), header))
-    with parquet.ParquetWriter(str(unfinished), schema, compression="zstd") as writer:
+    with replacing(target) as draft, parquet.ParquetWriter(draft, schema, compression="zstd") as writer:
         while chunk := list(itertools.islice(rows, _ROWS)):
             writer.write_table(arrow.Table.from_pylist(chunk, schema=schema))
-    os.replace(unfinished, target)
     file.unlink()
     return target
 

@@ -104,7 +104,7 @@ def test_a_batch_in_the_middle_that_cannot_be_split_is_named() -> None:
     loader = DataLoader(Numbers(7), batch_sampler=Growing(range(7), 2, False))
     prepared = prepare(loader, 1, 2, split_batches=True)
     alone: Any = prepared._group
-    alone.end = lambda *args, **kwargs: None
+    alone.abort = lambda *args, **kwargs: None
     with pytest.raises(DataError, match=r"samples 2, 3, 4.*cannot be cut into 2") as caught:
         list(prepared)
     assert "multiple of 2" in str(caught.value)

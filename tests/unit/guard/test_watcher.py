@@ -22,7 +22,7 @@ def test_a_look_that_fails_is_told_once_and_the_next_one_is_made(
         raise OSError("no such box")
 
     monkeypatch.setattr(watcher, "INTERVAL", 0.01)
-    monkeypatch.setattr(Watcher, "look", look)
+    monkeypatch.setattr(Watcher, "poll", look)
     told: list[str] = []
     guard = Watcher(RunDirectory(path=tmp_path), tell=told.append, stop=lambda found: None)
     guard.start()

@@ -43,10 +43,10 @@ def unwrap(model: nn.Module, strategy: _Unwraps, keep_fp32_wrapper: bool, keep_t
     compiled = getattr(model, "_orig_mod", None)
     outer = model if compiled is None else compiled
     inner = strategy.unwrap(outer)
-    while isinstance(inner, (DataParallel, DistributedDataParallel)):  # of the script's own
-        inner = inner.module
+    if isinstance(inner, (DataParallel, DistributedDataParallel)):  # of the script's own
+        inner = inner_model(inner)
     if not keep_fp32_wrapper:
-        mixed.unwrap(inner)
+        mixed.restore_forward(inner)
     if not keep_torch_compile:
         uncompile(inner)
     if compiled is not None and keep_torch_compile:
