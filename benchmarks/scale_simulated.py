@@ -156,7 +156,7 @@ def exchange_calls(ranks: int) -> dict[str, float]:
             node=node,
             nodes=nodes,
             boxes=lambda _, node=node: boxes[node * PER_NODE : (node + 1) * PER_NODE],  # type: ignore[misc]
-            hear=lambda _: None,
+            receive=lambda _: None,
         )
         for node in range(nodes)
     ]
@@ -239,7 +239,7 @@ def _commit(ranks: int, folder: Path) -> tuple[float, Path]:
     wish = SaveRequest(
         project=ProjectConfiguration(project_dir=str(folder)), output_dir=folder / "state", durable=False
     )
-    site = SaveContext(topology=topology, disk=Disk(), wish=wish)
+    site = SaveContext(topology=topology, disk=Disk(), request=wish)
     elsewhere = 0.0
 
     def answer(value: Any, doing: str) -> list[Any]:

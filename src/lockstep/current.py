@@ -210,7 +210,7 @@ def reset() -> None:
         session.directory.path if session is not None and session.directory else None, exited
     )
     if guard is not None:
-        guard.close(failed=_slot.peer_notifier.words, note=_slot.peer_notifier.note)
+        guard.close(failed=_slot.peer_notifier.message, note=_slot.peer_notifier.note)
     _slot.peer_notifier.uninstall()
     if session is not None:
         session.group.close()

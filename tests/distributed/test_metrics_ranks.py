@@ -368,7 +368,7 @@ def trouble(case: str, debug: bool) -> tuple[list[str], list[str], Any]:
     now = a_round(name)
     if not now.rows[group.rank]:
         return [], [], None
-    metrics._SAID.clear()
+    metrics._REPORTED.clear()
     said: list[str] = []
     errors: list[str] = []
     found: Any = None

@@ -65,8 +65,8 @@ class CheckpointManager:
             alone = bool(absent)
             if alone and group.rank != 0:
                 return ""  # the main process saves, and this rank has nothing to add to it any more
-            wish = SaveRequest(project=project, output_dir=output_dir, safe=safe, durable=durable, alone=alone)
-            site = SaveContext(topology=owner._topology, disk=self.disk, wish=wish)
+            request = SaveRequest(project=project, output_dir=output_dir, safe=safe, durable=durable, alone=alone)
+            site = SaveContext(topology=owner._topology, disk=self.disk, request=request)
             talk = save_rendezvous.by_one if alone else exchange.by_collective(group)
             save.begin(site, talk)
             if output_dir is not None and project.automatic_checkpoint_naming and not self._argument_reported:
@@ -140,7 +140,7 @@ class CheckpointManager:
             return Content(files=files)
         record = None if owner._record is None else owner._record.to_dict()
         files = {**state.common_files(objects), **files}
-        counters = {**state.counters(objects, owner._updates, record), "alone": site.wish.alone}
+        counters = {**state.counters(objects, owner._updates, record), "alone": site.request.alone}
         return Content(weights=models, files=files, counters=counters)
 
     def wait(self) -> None:

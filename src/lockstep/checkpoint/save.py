@@ -59,7 +59,7 @@ class SaveContext:
 
     topology: Topology
     disk: Disk
-    wish: SaveRequest
+    request: SaveRequest
     place: Path = field(default_factory=Path)
     """What the checkpoint will be called."""
     folder: Path = field(default_factory=Path)
@@ -76,12 +76,12 @@ class SaveContext:
     @property
     def is_home(self) -> bool:
         """Whether this rank writes what all have in common, and gives the folder its name."""
-        return self.topology.is_local_main if self.wish.project.save_on_each_node else self.topology.is_main
+        return self.topology.is_local_main if self.request.project.save_on_each_node else self.topology.is_main
 
     @property
     def house(self) -> int:
         """Ranks of one number share a folder."""
-        return self.topology.node_rank if self.wish.project.save_on_each_node else 0
+        return self.topology.node_rank if self.request.project.save_on_each_node else 0
 
     def close(self) -> None:
         """Remove what was not committed, and let others write here."""
@@ -108,8 +108,8 @@ def begin(site: SaveContext, exchange: Exchange) -> None:
 
 
 def _begin_home(site: SaveContext) -> tuple[str, str, int | None]:
-    place, number = _choose(site.wish)
-    site.staging = commit.Staging(place, site.disk, durable=site.wish.durable, numbered=number is not None)
+    place, number = _choose(site.request)
+    site.staging = commit.Staging(place, site.disk, durable=site.request.durable, numbered=number is not None)
     if number is not None and place.exists():
         raise CheckpointError(
             f"{place} exists already. To go on from it, call load_state() before the first save_state(); for another "
@@ -118,20 +118,20 @@ def _begin_home(site: SaveContext) -> tuple[str, str, int | None]:
     return str(place), str(site.staging.folder), number
 
 
-def _choose(wish: SaveRequest) -> tuple[Path, int | None]:
-    project = wish.project
+def _choose(request: SaveRequest) -> tuple[Path, int | None]:
+    project = request.project
     if project.automatic_checkpoint_naming:
         folder = checkpoints_folder(project)
         number = project.iteration
-        if wish.alone:  # earlier ones may have been counted by other ranks
+        if request.alone:  # earlier ones may have been counted by other ranks
             number = max(number, *(taken + 1 for taken, _ in commit.numbered(folder)), 0)
         return folder / f"{commit.PREFIX}{number}", number
-    if wish.output_dir is None:
+    if request.output_dir is None:
         raise ConfigError(
             "save_state() was given no folder. Pass one, or use ProjectConfiguration(project_dir=…, "
             "automatic_checkpoint_naming=True)."
         )
-    return Path(os.path.abspath(os.path.expanduser(wish.output_dir))), None
+    return Path(os.path.abspath(os.path.expanduser(request.output_dir))), None
 
 
 def checkpoints_folder(project: ProjectConfiguration) -> Path:
@@ -234,7 +234,7 @@ class HashingSink:
     def open(self, path: Path) -> AbstractContextManager[HashedFile]:
         """A new file; complete when the region ends."""
         site = self._site
-        file = HashedFile(path, site.disk, self._pool, durable=site.wish.durable, moved=site.moved)
+        file = HashedFile(path, site.disk, self._pool, durable=site.request.durable, moved=site.moved)
         self.files.append(file)
         return file
 
@@ -268,7 +268,9 @@ def _write(site: SaveContext, content: Content) -> dict[str, ManifestEntry]:
 def _write_models(site: SaveContext, content: Content, sink: HashingSink) -> None:
     for number, tensors in enumerate(content.weights):
         stem = numbered_name("model", number, "")
-        weights.write_weights(tensors, site.folder, max_shard_size=_ONE_FILE, safe=site.wish.safe, stem=stem, sink=sink)
+        weights.write_weights(
+            tensors, site.folder, max_shard_size=_ONE_FILE, safe=site.request.safe, stem=stem, sink=sink
+        )
 
 
 def _write_files(site: SaveContext, content: Content, sink: HashingSink) -> None:
@@ -321,7 +323,7 @@ def _compare_replicas(site: SaveContext, packed: list[bytes], names: tuple[str, 
 
 def _commit(site: SaveContext, entries: dict[str, ManifestEntry], content: Content) -> str | None:
     """What failed after the commit, if anything did."""
-    disk, folder, durable = site.disk, site.folder, site.wish.durable
+    disk, folder, durable = site.disk, site.folder, site.request.durable
     missing = [name for name in entries if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
@@ -340,7 +342,7 @@ def _commit(site: SaveContext, entries: dict[str, ManifestEntry], content: Conte
         file.write(Manifest(files=entries, about=about).dump())
     assert site.staging is not None
     unfinished = site.staging.publish()
-    limit = site.wish.project.total_limit
+    limit = site.request.project.total_limit
     if site.number is not None and limit is not None:
         prune(site.place.parent, max(1, limit), disk)
     return unfinished

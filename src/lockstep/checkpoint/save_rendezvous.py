@@ -95,7 +95,7 @@ class _Rendezvous:
         while absent and not gone:
             absent = {rank for rank in absent if not self._has_come(rank)}
             gone = self._find_absent(absent)
-        self._forget_earlier(everyone_came=not gone)
+        self._forget_earlier(all_arrived=not gone)
         if gone:
             self._decide(self._alone, "yes")
         for place in (*self._others, self._place):
@@ -108,13 +108,13 @@ class _Rendezvous:
         self._store.set(key, text)
         _decided(self._group)[key] = self._number
 
-    def _forget_earlier(self, *, everyone_came: bool) -> None:
+    def _forget_earlier(self, *, all_arrived: bool) -> None:
         """Called on: the main process. Remove decisions that no rank can be waiting for any more."""
         decided = _decided(self._group)
         for key, number in list(decided.items()):
             # Ranks that all came here have read them; else those that entered far more collectives than that.
             behind = 0 if number is None or self._number is None else self._number - number
-            if everyone_came or behind > _APART:
+            if all_arrived or behind > _APART:
                 self._store.delete(key)
                 del decided[key]
 

@@ -121,9 +121,9 @@ def _env() -> tuple[str, Any]:
 
 def _findings() -> tuple[str, Any]:
     from lockstep.doctor import table
-    from lockstep.doctor.context import Situation
+    from lockstep.doctor.context import DoctorContext
     from lockstep.doctor.run import run_checks
 
-    found = run_checks(Situation(environ=variables.snapshot()))
+    found = run_checks(DoctorContext(environ=variables.snapshot()))
     text = "\n".join([*table.lines(found, 120), table.summary(found)])
     return text, [finding.plain() for finding in found]

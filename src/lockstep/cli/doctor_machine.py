@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config import env
 from lockstep.doctor import table
 from lockstep.doctor.checks import CHECKS
-from lockstep.doctor.context import Situation
+from lockstep.doctor.context import DoctorContext
 from lockstep.doctor.finding import Finding, exit_code, to_json
 from lockstep.doctor.run import run_checks
 from lockstep.rundir.printable import printable
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     findings = []
     if place.local_rank == 0:
         # Before torch is there: a check is a fork of this process.
-        situation = Situation(
+        context = DoctorContext(
             environ=environ,
             folder=arguments.folder,
             processes=place.local_world_size,
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
             launched=place.agent_store,
         )
         # Cores and threads are the ranks' own: a launcher may have tied each to other ones.
-        findings = run_checks(situation, [check for check in CHECKS if check.name not in ("cores", "threads")])
+        findings = run_checks(context, [check for check in CHECKS if check.name not in ("cores", "threads")])
     from lockstep.cli.doctor_net import in_rank
     from lockstep.doctor.net.program import NetOptions
 
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     return in_rank(options, place.rank, as_json=arguments.json, own_findings=tuple(findings))
 
 
-def _alone(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Situation:
+def _alone(arguments: argparse.Namespace, environ: Mapping[str, str]) -> DoctorContext:
     """What the job will be, from the flags, the environment and the configuration file, as `lockstep launch` has it."""
     from lockstep.config import file
 
@@ -99,7 +99,7 @@ def _alone(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Situati
         return given if given is not None else values.get(name) or default
 
     machines = int(said("num_machines", 1))
-    return Situation(
+    return DoctorContext(
         environ=environ,
         folder=arguments.folder,
         processes=max(1, int(said("num_processes", machines)) // max(1, machines)),

@@ -78,7 +78,7 @@ def _show(reading: Reading, *, as_json: bool, **more: object) -> None:
         shown = {
             **more,
             "logs": list(reading.logs),
-            "story": findings.plain(reading.story),
+            "story": findings.plain(reading.summary),
             **to_json(reading.findings),
         }
         print(json.dumps(shown, indent=2))

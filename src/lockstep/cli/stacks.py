@@ -40,7 +40,7 @@ _LARGEST = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class RankStack:
     """One rank, and what it told."""
 
     rank: int
@@ -170,7 +170,7 @@ def _listens(pid: int, file: Path) -> bool:
 # ---------------------------------------------------------------- asking
 
 
-def request_stacks(directory: RunDirectory, boxes: Sequence[Snapshot]) -> list[Told]:
+def request_stacks(directory: RunDirectory, boxes: Sequence[Snapshot]) -> list[RankStack]:
     """Signal the ranks that listen, and collect what they write."""
     problems: dict[int, str] = {}
     before: dict[int, int] = {}
@@ -188,7 +188,7 @@ def request_stacks(directory: RunDirectory, boxes: Sequence[Snapshot]) -> list[T
                 problem = f"no stack: it was asked, and wrote none within {LIMIT:.0f} s{why}"
         doing, site, seconds = watch.where(box)
         told.append(
-            Told(
+            RankStack(
                 rank=box.rank,
                 pid=box.pid,
                 host=box.host,
@@ -259,7 +259,7 @@ def _read(path: Path, start: int) -> str:
 # ---------------------------------------------------------------- what they wrote
 
 
-def show(told: Told) -> str:
+def show(told: RankStack) -> str:
     """One rank as text."""
     machine = f" on {told.host}" if told.host else ""
     line = f"rank {told.rank}{machine} (pid {told.pid}): {told.doing}"

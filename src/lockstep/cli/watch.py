@@ -18,7 +18,7 @@ from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
 from lockstep.errors import ConfigError
 from lockstep.guard import stack_note
-from lockstep.guard.rank_location import ending, label, raw_name, span, whereabouts
+from lockstep.guard.rank_location import ending, label, locate, raw_name, span
 from lockstep.guard.watcher import together
 from lockstep.rundir import constants, layout
 from lockstep.rundir.format_ranks import name_ranks
@@ -123,7 +123,7 @@ def where(box: Snapshot) -> tuple[str, str, float | None]:
         return _one(doing) + (f": {words}" if words else ""), "", None
     if box.op is not None:
         return f"in {label(box.op)}", box.op.site, _since(box, box.op.since)
-    doing, site, _ = whereabouts(box)
+    doing, site, _ = locate(box)
     if box.raw is not None and doing.startswith("wait in"):
         return f"in torch's {raw_name(box.raw.name)}", site, _since(box, box.raw.since)
     return _one(doing), site, _since(box, box.phase_since)

@@ -78,19 +78,19 @@ def dispatch(group: Group, source: Iterator[RankBatch] | None, *, even: bool) ->
         return
     if source is None:
         raise UsageError("dispatch got no source on rank 0, which is the one that reads. Pass its shares there.")
-    desk = _ScatterBuffers(group, group.world_size)
-    for parcels in _deal(source, group.world_size, even):
+    buffers = _ScatterBuffers(group, group.world_size)
+    for deliveries_by_rank in _scatter(source, group.world_size, even):
         if group.world_size > 1:
-            _send(desk, parcels)
-        mine = parcels[0]
-        parcels.clear()  # the others' batches are not held while this rank works
+            _send(buffers, deliveries_by_rank)
+        mine = deliveries_by_rank[0]
+        deliveries_by_rank.clear()  # the others' batches are not held while this rank works
         yield from mine
 
 
 # --- who gets what -----------------------------------------------------------------------------------------------
 
 
-def _deal(source: Iterator[RankBatch], world_size: int, even: bool) -> Iterator[list[list[Delivery]]]:
+def _scatter(source: Iterator[RankBatch], world_size: int, even: bool) -> Iterator[list[list[Delivery]]]:
     """For each exchange what each rank gets in it: one batch, two at an uneven end, or nothing."""
     current = list(islice(source, world_size))
     first = current if even else []
@@ -103,23 +103,23 @@ def _deal(source: Iterator[RankBatch], world_size: int, even: bool) -> Iterator[
             rounds = [current + [replace(first[k % len(first)], real=0) for k in range(len(current), world_size)]]
         elif len(following) < world_size:
             rounds, following = [current, following], []
-        parcels = _parcels(rounds, world_size, last=not following)
+        deliveries_by_rank = _parcels(rounds, world_size, last=not following)
         current = following
         del rounds, following  # what was sent is not held until the next round
-        yield parcels
+        yield deliveries_by_rank
 
 
 def _parcels(rounds: list[list[RankBatch]], world_size: int, *, last: bool) -> list[list[Delivery]]:
-    parcels: list[list[Delivery]] = []
+    deliveries_by_rank: list[list[Delivery]] = []
     for rank in range(world_size):
         mine = [shares for shares in rounds if rank < len(shares)]
-        parcels.append(
+        deliveries_by_rank.append(
             [
                 (shares[rank].batch, _round(shares, rank, world_size), last and number == len(mine))
                 for number, shares in enumerate(mine, 1)
             ]
         )
-    return parcels
+    return deliveries_by_rank
 
 
 def _round(shares: list[RankBatch], rank: int, world_size: int) -> GlobalBatch:
@@ -177,42 +177,42 @@ class _ScatterBuffers:
         return carried[0].cpu()
 
 
-def _send(desk: _ScatterBuffers, parcels: list[list[Delivery]]) -> None:
+def _send(buffers: _ScatterBuffers, deliveries_by_rank: list[list[Delivery]]) -> None:
     """Called on: rank 0, while the others are in ``_receive``. Give each rank its parcel."""
-    letters = [_ScatterMessage(parcel, rank) for rank, parcel in enumerate(parcels) if rank != 0]
-    size = max(letter.payload for letter in letters)
-    payloads = desk.payloads(size) if size else None
-    for rank, letter in enumerate(letters, 1):
-        letter.write(desk.frames[rank], payloads[rank] if payloads is not None else None, size)
-    desk.open()
-    desk.scatter(desk.frames)
+    messages = [_ScatterMessage(deliveries, rank) for rank, deliveries in enumerate(deliveries_by_rank) if rank != 0]
+    size = max(message.payload for message in messages)
+    payloads = buffers.payloads(size) if size else None
+    for rank, message in enumerate(messages, 1):
+        message.write(buffers.frames[rank], payloads[rank] if payloads is not None else None, size)
+    buffers.open()
+    buffers.scatter(buffers.frames)
     if payloads is not None:
-        desk.scatter(payloads)
+        buffers.scatter(payloads)
 
 
 def _receive(group: Group) -> Iterator[Delivery]:
     """Called on: all ranks but 0. What rank 0 sends, until it says that it was the last."""
-    desk = _ScatterBuffers(group, 1)
+    buffers = _ScatterBuffers(group, 1)
     last = False
     while not last:
-        desk.open()
-        frame = desk.scatter(desk.frames)
+        buffers.open()
+        frame = buffers.scatter(buffers.frames)
         size = _LEAD.unpack_from(frame.numpy().data)[2]
-        parcel = _read(frame, desk.scatter(desk.payloads(size)) if size else None)
-        last = not parcel or parcel[-1][2]
-        yield from parcel
+        deliveries = _read(frame, buffers.scatter(buffers.payloads(size)) if size else None)
+        last = not deliveries or deliveries[-1][2]
+        yield from deliveries
 
 
 class _ScatterMessage:
     """What one rank gets in one exchange, ready to be written into its frame and its payload."""
 
-    def __init__(self, parcel: list[Delivery], rank: int) -> None:
+    def __init__(self, deliveries: list[Delivery], rank: int) -> None:
         header = io.BytesIO()
         pickler = _Pickler(header)
         try:
-            pickler.dump(parcel)
+            pickler.dump(deliveries)
         except Exception as error:
-            raise _unsendable(parcel, rank, error) from error
+            raise _unsendable(deliveries, rank, error) from error
         self._header = header.getbuffer()
         self._tensors = pickler.tensors
         self._nbytes = pickler.nbytes
@@ -325,10 +325,10 @@ class _Unpickler(pickle.Unpickler):
         return self._made[number]
 
 
-def _unsendable(parcel: list[Delivery], rank: int, error: Exception) -> DataError:
+def _unsendable(deliveries: list[Delivery], rank: int, error: Exception) -> DataError:
     """Which part of a batch it is that cannot be pickled."""
-    where, what, reason = "", parcel[0][0], error
-    for path, leaf in (found for batch, _, _ in parcel for found in trees.walk_paths(batch)):
+    where, what, reason = "", deliveries[0][0], error
+    for path, leaf in (found for batch, _, _ in deliveries for found in trees.walk_paths(batch)):
         try:
             _Pickler(io.BytesIO()).dump(leaf)
         except Exception as own:

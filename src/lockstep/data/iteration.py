@@ -14,7 +14,7 @@ from lockstep.comm.profiled import being_profiled
 from lockstep.data import loader_state
 from lockstep.data.global_batch import GlobalBatch, ItemCounts, name_samples
 from lockstep.data.shards import UNKNOWN, Shard, ShardedIterable
-from lockstep.data.worker_tails import WorkerTail, deal_out, whole_rounds
+from lockstep.data.worker_tails import WorkerTail, distribute, whole_rounds
 from lockstep.data.worker_time import short_form, workers_of
 from lockstep.errors import DataError
 
@@ -234,7 +234,7 @@ class Iteration:
         group = self.loader._group
         stream = isinstance(shard, ShardedIterable)
         stateful = stream and hasattr(inner, "state_dict")
-        coming = shard.coming
+        pending = shard.pending
         drops = shard.batches_to_drop(inner.num_workers) if isinstance(shard, ShardedIterable) else 0
         tails: list[WorkerTail] = []
         batches: Any = None
@@ -256,7 +256,7 @@ class Iteration:
                         tails.append(batch)
                         continue
                 else:
-                    round_ = coming.popleft()
+                    round_ = pending.popleft()
                 if batch is None and group.world_size > 1:
                     raise _no_batch(round_)
                 if stateful:
@@ -273,7 +273,7 @@ class Iteration:
                 yield from self._tail(inner, shard, tails, drops)
         except Exception as error:
             raised = self._named(error, batches)
-            self._annotate_error(raised, shard.latest if stream else coming[0] if coming else None)
+            self._annotate_error(raised, shard.latest if stream else pending[0] if pending else None)
             if raised is error:
                 raise
             raise raised from error
@@ -289,7 +289,7 @@ class Iteration:
         """What several workers have left, put together."""
         collate: Any = inner.collate_fn
         batched = inner.batch_size is not None
-        for number, (batch, round_) in enumerate(deal_out(shard, tails, collate.collate, batched=batched)):
+        for number, (batch, round_) in enumerate(distribute(shard, tails, collate.collate, batched=batched)):
             if batch is None:
                 raise _no_batch(round_)
             if number < drops:

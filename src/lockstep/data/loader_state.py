@@ -259,7 +259,7 @@ def copy_loader(inner: DataLoader[Any], shard: Shard) -> tuple[DataLoader[Any], 
 def _replace_shard(inner: DataLoader[Any], shard: Shard) -> Shard:
     """Put a copy of the shard in its place in a copied loader."""
     fresh = copy.copy(shard)
-    fresh.coming = deque()
+    fresh.pending = deque()
     for name in ("batch_sampler", "sampler", "dataset"):
         if getattr(inner, name) is shard:
             inner.__dict__[name] = fresh

@@ -24,7 +24,7 @@ from lockstep.process_group.group import Group
 
 _DOING = "gathering for metrics"
 _RECORDS = frozenset(("dict", "mapping", "named", "dataclass"))
-_SAID: set[str] = set()
+_REPORTED: set[str] = set()
 """Kinds of complaint that this process has made: each is made once."""
 
 
@@ -106,8 +106,8 @@ def _complain(
     if complaints and group.debug:
         raise UsageError("\n".join(complaints.values()))
     for kind, text in complaints.items():
-        if kind not in _SAID:
-            _SAID.add(kind)
+        if kind not in _REPORTED:
+            _REPORTED.add(kind)
             if group.rank == ranks[0]:  # all have the same to say, and rank 0 may be one that has no batch
                 (announce or _warn)(text)
 

@@ -30,14 +30,14 @@ def prepare_loader(
     current_batch: CurrentBatch | None = None,
     synchronize: Callable[[torch.Generator | None], None] | None = None,
     own_generator: bool = False,
-    sparing: bool = False,
+    pad_empty_ranks_only: bool = False,
     name: str = "",
 ) -> PreparedDataLoader:
     """This rank's part of a loader.
 
     With ``own_generator`` a shuffled order comes from a generator of its own, which ``synchronize`` puts in step;
-    without it from torch's. With ``sparing`` only ranks that would go empty in the last round get repeated samples.
-    ``name`` is the loader's on all ranks: under it they compare what they have seen.
+    without it from torch's. With ``pad_empty_ranks_only`` only ranks that would go empty in the last round get
+    repeated samples. ``name`` is the loader's on all ranks: under it they compare what they have seen.
     """
     try:
         before: int | None = len(loader)
@@ -54,14 +54,14 @@ def prepare_loader(
     dispatched = group.world_size > 1 and (
         options.dispatch_batches if options.dispatch_batches is not None else streams
     )
-    deal = ShardSpec(
+    spec = ShardSpec(
         rank=group.rank,
         world_size=group.world_size,
         even=options.even_batches,
-        everyone=dispatched and group.rank == 0,
-        sparing=sparing,
+        reads_for_all=dispatched and group.rank == 0,
+        pad_empty_ranks_only=pad_empty_ranks_only,
     )
-    shard = _shard(inner, deal, options.split_batches)
+    shard = _shard(inner, spec, options.split_batches)
     if options.use_stateful_dataloader:
         inner = _stateful(inner)
     if own_generator and group.world_size > 1:
@@ -100,13 +100,13 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     return skip_unprepared(dataloader, num_batches)
 
 
-def _shard(inner: DataLoader[Any], deal: ShardSpec, split: bool) -> Shard:
+def _shard(inner: DataLoader[Any], spec: ShardSpec, split: bool) -> Shard:
     """Have the copied loader give this rank's share only."""
     shard: Shard
     changes: dict[str, Any] = {}
     if isinstance(inner.dataset, IterableDataset):
         shard = stream = ShardedIterable(
-            inner.dataset, deal, batch_size=inner.batch_size, drop_last=inner.drop_last, split=split
+            inner.dataset, spec, batch_size=inner.batch_size, drop_last=inner.drop_last, split=split
         )
         changes["dataset"] = shard
         changes["collate_fn"] = Tagging(stream, inner.collate_fn)
@@ -114,13 +114,13 @@ def _shard(inner: DataLoader[Any], deal: ShardSpec, split: bool) -> Shard:
             changes["batch_size"] = stream.share  # each rank collates its slice only
             changes["batch_sampler"] = BatchSampler(inner.sampler, stream.share, inner.drop_last)
     elif inner.batch_sampler is None:
-        shard = BatchSamplerShard(inner.sampler, deal, split=split)
+        shard = BatchSamplerShard(inner.sampler, spec, split=split)
         changes["sampler"] = shard
     elif type(inner.batch_sampler) is BatchSampler:
-        shard = ShardedBatchSampler(inner.batch_sampler, deal, split=split)
+        shard = ShardedBatchSampler(inner.batch_sampler, spec, split=split)
         changes["batch_sampler"] = shard
     else:
-        shard = BatchSamplerShard(inner.batch_sampler, deal, split=split)
+        shard = BatchSamplerShard(inner.batch_sampler, spec, split=split)
         changes["batch_sampler"] = shard
     inner.__dict__.update(changes)  # the class forbids setting these after it was made; this copy is being made
     return shard

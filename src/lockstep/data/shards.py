@@ -45,38 +45,42 @@ class ShardSpec:
     """Who gets what of a round."""
 
     def __init__(
-        self, *, rank: int, world_size: int, even: bool, everyone: bool = False, sparing: bool = False
+        self, *, rank: int, world_size: int, even: bool, reads_for_all: bool = False, pad_empty_ranks_only: bool = False
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.even = even
         """Whether all ranks get equally many batches, filled with repeats."""
-        self.everyone = everyone
+        self.reads_for_all = reads_for_all
         """Whether all parts of a round are taken here, one after the other: this rank reads for the others."""
-        self.sparing = sparing
+        self.pad_empty_ranks_only = pad_empty_ranks_only
         """Whether a batch that holds a sample of its own is not filled up: only ranks that would go empty get some."""
 
     @property
-    def fills(self) -> bool:
+    def pads_last(self) -> bool:
         """Whether the last round is filled up; one process has nobody to keep in step with."""
         return self.even and self.world_size > 1
 
     def tail(self, start: int, share: int, left: int) -> GlobalBatch:
         """The last round, with ``left`` samples for parts of ``share``."""
         real = tuple(max(0, min(share, left - rank * share)) for rank in range(self.world_size))
-        if not self.fills:
+        if not self.pads_last:
             return GlobalBatch(start, real, real, size=share)
-        return GlobalBatch(start, tuple((own if self.sparing else 0) or share for own in real), real, size=share)
+        return GlobalBatch(
+            start, tuple((own if self.pad_empty_ranks_only else 0) or share for own in real), real, size=share
+        )
 
     def parts(self, round_: GlobalBatch, parts: Sequence[Any]) -> Iterator[tuple[GlobalBatch, Any]]:
         """The parts of a round that are dealt here; one that is read for another rank is told apart as that rank's."""
-        if not self.everyone:
+        if not self.reads_for_all:
             if round_.rows[self.rank]:
                 yield replace(round_, ids=_ids(parts[self.rank])), parts[self.rank]
             return
         start = round_.start
         for rows, real, part in zip(round_.rows, round_.real, parts, strict=True):
-            if rows and (real or not self.sparing):  # a rank that would go empty is seen to when batches are sent
+            if rows and (
+                real or not self.pad_empty_ranks_only
+            ):  # a rank that would go empty is seen to when batches are sent
                 yield GlobalBatch(start, (rows,), (real,), _ids(part), round_.worker, round_.size), part
             start += real
 
@@ -91,23 +95,23 @@ class ShardSpec:
         if not left or drop_last:
             return whole
         share = size // self.world_size
-        return whole + (1 if self.fills or left > self.rank * share else 0)
+        return whole + (1 if self.pads_last or left > self.rank * share else 0)
 
 
 class Shard:
     """What the samplers and the stream below have in common: where to begin, and the rounds under way."""
 
-    deal: ShardSpec
+    spec: ShardSpec
     sampler: Any
     inner: Any
 
-    def _prepare(self, deal: ShardSpec) -> None:
-        self.deal = deal
+    def _prepare(self, spec: ShardSpec) -> None:
+        self.spec = spec
         self.start = 0
         """Where the next iteration begins; later ones begin at 0."""
         self.skip = 0
         """Rounds that every iteration passes over."""
-        self.coming: deque[GlobalBatch] = deque()
+        self.pending: deque[GlobalBatch] = deque()
         """The rounds of batches that were dealt, but not yet handed out."""
         self.latest: GlobalBatch | None = None
         """The round of the items that a stream is giving out, or else is reading."""
@@ -130,11 +134,11 @@ class Shard:
     @property
     def even_batches(self) -> bool:
         """Whether samples are repeated at the end so that all ranks get equally many batches."""
-        return self.deal.even
+        return self.spec.even
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        self.deal.even = bool(value)
+        self.spec.even = bool(value)
 
     @property
     def skips(self) -> int:
@@ -144,7 +148,7 @@ class Shard:
     def _opening(self) -> tuple[int, int, Tensor | None]:
         start, skips, again = self.start, self.skips, self.again
         self.forget()
-        self.coming.clear()
+        self.pending.clear()
         self.began_epoch = getattr(self.sampler, "epoch", 0)
         return start, skips, again
 
@@ -184,30 +188,30 @@ class Shard:
 class ShardedBatchSampler(Shard, BatchSampler):
     """This rank's batches of torch's batch sampler over any sampler."""
 
-    def __init__(self, inner: BatchSampler, deal: ShardSpec, *, split: bool) -> None:
+    def __init__(self, inner: BatchSampler, spec: ShardSpec, *, split: bool) -> None:
         # The base class is for isinstance only.
         self.inner = inner
         self.sampler = inner.sampler
         self.drop_last = inner.drop_last
         self.batch_size = inner.batch_size
-        self.share = check_split(inner.batch_size, deal.world_size) if split else inner.batch_size
-        self._prepare(deal)
+        self.share = check_split(inner.batch_size, spec.world_size) if split else inner.batch_size
+        self._prepare(spec)
 
     @property
     def size(self) -> int:
         """Samples in a full round."""
-        return self.share * self.deal.world_size
+        return self.share * self.spec.world_size
 
     def __iter__(self) -> Iterator[list[Any]]:
         place, skips, again = self._opening()
-        deal, share, size, note = self.deal, self.share, self.size, self.coming.append
+        spec, share, size, note = self.spec, self.share, self.size, self.pending.append
         place += skips * size
-        order, self.began = open_order(self.sampler, place, size if deal.fills else 0, again)
-        begin, count = (0, size) if deal.everyone else (deal.rank * share, share)
-        full = (share,) * deal.world_size
+        order, self.began = open_order(self.sampler, place, size if spec.pads_last else 0, again)
+        begin, count = (0, size) if spec.reads_for_all else (spec.rank * share, share)
+        full = (share,) * spec.world_size
         for items in order.rounds(size, begin, count):
-            if deal.everyone:
-                for part, indices in deal.slices(GlobalBatch(place, full, full), items, share):
+            if spec.reads_for_all:
+                for part, indices in spec.slices(GlobalBatch(place, full, full), items, share):
                     note(part)
                     yield indices
             else:
@@ -216,16 +220,16 @@ class ShardedBatchSampler(Shard, BatchSampler):
             place += size
         left = order.rest()
         if left and not self.drop_last:
-            round_ = deal.tail(place, share, len(left))
-            if deal.fills:
+            round_ = spec.tail(place, share, len(left))
+            if spec.pads_last:
                 left += itertools.islice(itertools.cycle(order.head(size)), size - len(left))
-            for part, indices in deal.slices(round_, left, share):
+            for part, indices in spec.slices(round_, left, share):
                 note(part)
                 yield indices
         order.close()
 
     def __len__(self) -> int:
-        return self.batches() * (self.deal.world_size if self.deal.everyone else 1)
+        return self.batches() * (self.spec.world_size if self.spec.reads_for_all else 1)
 
     def batches(self) -> int:
         """This rank's batches in an epoch."""
@@ -242,7 +246,7 @@ class ShardedBatchSampler(Shard, BatchSampler):
         total = len(self.sampler)
         if self.drop_last:
             total -= total % self.batch_size
-        return max(0, self.deal.rounds(max(0, total - start), self.size, self.drop_last) - skips)
+        return max(0, self.spec.rounds(max(0, total - start), self.size, self.drop_last) - skips)
 
     def rounds_before(self, place: int) -> float:
         """How many rounds there are up to a place in the epoch."""
@@ -264,7 +268,7 @@ class BatchSamplerShard(Shard, Sampler[Any]):
     be shorter, and is filled up as a plain sampler's would be.
     """
 
-    def __init__(self, inner: Any, deal: ShardSpec, *, split: bool) -> None:
+    def __init__(self, inner: Any, spec: ShardSpec, *, split: bool) -> None:
         self.inner = inner
         self.sampler = getattr(inner, "sampler", None)
         size = getattr(inner, "batch_size", None)
@@ -273,15 +277,15 @@ class BatchSamplerShard(Shard, Sampler[Any]):
         self.batch_size = size
         self._split = split
         if split:
-            check_split(self._fixed, deal.world_size)
-        self._prepare(deal)
+            check_split(self._fixed, spec.world_size)
+        self._prepare(spec)
 
     def __iter__(self) -> Iterator[Any]:
         place, skips, again = self._opening()
-        deal = self.deal
-        per_round = 1 if self._split else deal.world_size
+        spec = self.spec
+        per_round = 1 if self._split else spec.world_size
         stream = iter(self._batches(again))
-        head = list(itertools.islice(stream, deal.world_size)) if deal.fills else []
+        head = list(itertools.islice(stream, spec.world_size)) if spec.pads_last else []
         stream = itertools.chain(head, stream)
         passed = 0
         while passed < place and (batch := next(stream, None)) is not None:
@@ -293,8 +297,8 @@ class BatchSamplerShard(Shard, Sampler[Any]):
             if self.drop_last and len(batches) < per_round:
                 return
             round_, parts = self._round(passed, batches, head, not upcoming)
-            for part, batch in deal.parts(round_, parts):
-                self.coming.append(part)
+            for part, batch in spec.parts(round_, parts):
+                self.pending.append(part)
                 yield batch
             passed = round_.end
             batches = upcoming
@@ -311,15 +315,15 @@ class BatchSamplerShard(Shard, Sampler[Any]):
 
     def _round(self, place: int, batches: list[Any], head: list[Any], last: bool) -> tuple[GlobalBatch, list[Any]]:
         """What each rank gets of these batches."""
-        world_size, fills = self.deal.world_size, self.deal.fills and last
+        world_size, pads_last = self.spec.world_size, self.spec.pads_last and last
         if self._split:
             return self._cut(place, batches[0], head[0] if head else [], last)
         parts = list(batches)
         real = [_rows(batch) for batch in parts]
-        if fills and self._fixed is not None and real[-1] < self._fixed and not self.deal.sparing:
+        if pads_last and self._fixed is not None and real[-1] < self._fixed and not self.spec.pad_empty_ranks_only:
             filler = itertools.cycle([item for batch in head for item in batch])
             parts[-1] = [*parts[-1], *itertools.islice(filler, self._fixed - real[-1])]
-        if fills:
+        if pads_last:
             missing = world_size - len(parts)
             parts += [head[place % len(head)] for place in range(missing)]
             real += [0] * missing
@@ -329,13 +333,13 @@ class BatchSamplerShard(Shard, Sampler[Any]):
 
     def _cut(self, place: int, batch: Sequence[Any], head: Sequence[Any], last: bool) -> tuple[GlobalBatch, list[Any]]:
         """One batch, a slice for each rank."""
-        world_size = self.deal.world_size
+        world_size = self.spec.world_size
         share, left = divmod(len(batch), world_size)
         if last and len(batch) < (self._fixed or 0):
             share = (self._fixed or 0) // world_size
-            round_ = self.deal.tail(place, share, len(batch))
+            round_ = self.spec.tail(place, share, len(batch))
             items = [*batch]
-            if self.deal.fills:
+            if self.spec.pads_last:
                 items += itertools.islice(itertools.cycle(head), share * world_size - len(batch))
         elif left:
             raise DataError(
@@ -348,18 +352,18 @@ class BatchSamplerShard(Shard, Sampler[Any]):
         return round_, [items[rank * share : rank * share + round_.rows[rank]] for rank in range(world_size)]
 
     def __len__(self) -> int:
-        return self.batches() * (self.deal.world_size if self.deal.everyone else 1)
+        return self.batches() * (self.spec.world_size if self.spec.reads_for_all else 1)
 
     def batches(self) -> int:
         """This rank's batches in an epoch."""
         batches = len(self.inner)
         if self._split:
             return max(0, batches - self.skip)
-        return max(0, self.deal.rounds(batches, self.deal.world_size, self.drop_last) - self.skip)
+        return max(0, self.spec.rounds(batches, self.spec.world_size, self.drop_last) - self.skip)
 
     def remainder(self, round_: GlobalBatch) -> int:
         """Real samples in the last round; 0 when it was full."""
-        size = (self._fixed or 0) * (1 if self._split else self.deal.world_size)
+        size = (self._fixed or 0) * (1 if self._split else self.spec.world_size)
         full = all(round_.real) and round_.real == round_.rows and sum(round_.real) >= size
         return 0 if full else sum(round_.real)
 
@@ -367,7 +371,7 @@ class BatchSamplerShard(Shard, Sampler[Any]):
         """The same before anything was read, where batches have the size that their sampler says."""
         if self.drop_last or self._fixed is None or not isinstance(self.inner, BatchSampler):
             return UNKNOWN
-        return _remainder(self.sampler, self.start, self._fixed * (1 if self._split else self.deal.world_size))
+        return _remainder(self.sampler, self.start, self._fixed * (1 if self._split else self.spec.world_size))
 
 
 def _remainder(order: Any, start: int, size: int) -> int:
@@ -398,16 +402,16 @@ class ShardedIterable(Shard, IterableDataset[Any]):
     the end is put together where the loader is (`worker_tails.py`).
     """
 
-    def __init__(self, inner: Any, deal: ShardSpec, *, batch_size: int | None, drop_last: bool, split: bool) -> None:
+    def __init__(self, inner: Any, spec: ShardSpec, *, batch_size: int | None, drop_last: bool, split: bool) -> None:
         self.inner = inner
         self.sampler = None
         self.drop_last = drop_last
-        self.share = check_split(batch_size, deal.world_size) if split else (batch_size or 1)
+        self.share = check_split(batch_size, spec.world_size) if split else (batch_size or 1)
         self.starts: list[int] | None = None
         """Where each worker's stream begins in the next iteration, when that is not at its start."""
         self.counted_from: list[int] | None = None
         """The same when the data set goes there by itself."""
-        self._prepare(deal)
+        self._prepare(spec)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__  # the base class has none, and __getattr__ below would ask the data set for one
@@ -415,11 +419,11 @@ class ShardedIterable(Shard, IterableDataset[Any]):
     @property
     def size(self) -> int:
         """Items in a full round."""
-        return self.share * self.deal.world_size
+        return self.share * self.spec.world_size
 
     def _step(self, workers: int) -> int:
         """Items that a worker deals out at a time: a round, or, read for all ranks by several workers, a batch."""
-        return self.share if self.deal.everyone and workers > 1 else self.size
+        return self.share if self.spec.reads_for_all and workers > 1 else self.size
 
     def places(self, workers: int) -> list[int]:
         """Where each worker's stream begins."""
@@ -429,7 +433,7 @@ class ShardedIterable(Shard, IterableDataset[Any]):
 
     def batches_to_drop(self, workers: int) -> int:
         """Batches that are read before the first one that counts: those of several workers come in turn."""
-        return self.skips * (self.deal.world_size if self.deal.everyone else 1) if workers > 1 else 0
+        return self.skips * (self.spec.world_size if self.spec.reads_for_all else 1) if workers > 1 else 0
 
     def forget(self) -> None:
         """Begin the next iteration at its start."""
@@ -441,20 +445,20 @@ class ShardedIterable(Shard, IterableDataset[Any]):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         place, resumed = self.places(workers)[worker], self.counted_from is not None
         self._opening()
-        deal, share, size = self.deal, self.share, self._step(workers)
+        spec, share, size = self.spec, self.share, self._step(workers)
         full = (share,) * (size // share)
         self.latest = GlobalBatch(
             place, full, full, range(place, place + size), worker
         )  # what is being read, should it fail
-        order = IterOrder(self.inner, 0 if resumed else place, size if deal.fills else 0)
+        order = IterOrder(self.inner, 0 if resumed else place, size if spec.pads_last else 0)
         for items in order.rounds(size, 0, size):
             round_ = GlobalBatch(place, full, full, worker=worker)
-            for self.latest, places in deal.slices(round_, range(place, place + size), share):
+            for self.latest, places in spec.slices(round_, range(place, place + size), share):
                 yield from items[places.start - place : places.stop - place]
             place += size
             self.latest = GlobalBatch(place, full, full, range(place, place + size), worker)
         left = order.rest()
-        if left and workers > 1 and deal.world_size > 1:
+        if left and workers > 1 and spec.world_size > 1:
             tail = pack(worker, place, left, order.head(size))
             if tail is not None:
                 yield from [tail] * share  # a batch of them, which torch does not drop for being short
@@ -463,18 +467,18 @@ class ShardedIterable(Shard, IterableDataset[Any]):
             self.latest = GlobalBatch(place, (len(left),), (len(left),), range(place, place + len(left)), worker, share)
             yield from left
         elif left and not self.drop_last:
-            round_ = replace(deal.tail(place, share, len(left)), worker=worker)
-            if deal.fills:
+            round_ = replace(spec.tail(place, share, len(left)), worker=worker)
+            if spec.pads_last:
                 left += itertools.islice(itertools.cycle(order.head(size)), size - len(left))
-            for self.latest, places in deal.slices(round_, range(place, place + size), share):
+            for self.latest, places in spec.slices(round_, range(place, place + size), share):
                 yield from left[places.start - place : places.stop - place]
 
     def __len__(self) -> int:
-        return self.batches() * (self.size if self.deal.everyone else self.share)
+        return self.batches() * (self.size if self.spec.reads_for_all else self.share)
 
     def batches(self) -> int:
         """This rank's batches in an epoch."""
-        return max(0, self.deal.rounds(len(self.inner), self.size, self.drop_last) - self.skip)
+        return max(0, self.spec.rounds(len(self.inner), self.size, self.drop_last) - self.skip)
 
     def left(self) -> int | None:
         """This rank's batches in the next iteration."""

@@ -55,11 +55,11 @@ def pack(worker: int, start: int, left: list[Any], head: list[Any]) -> WorkerTai
         return None
 
 
-def deal_out(
+def distribute(
     stream: ShardedIterable, tails: Sequence[WorkerTail], collate: Callable[[Any], Any], *, batched: bool
 ) -> Iterator[tuple[Any, GlobalBatch]]:
     """This rank's batches of what the workers have left, each with its round."""
-    deal, share = stream.deal, stream.share
+    spec, share = stream.spec, stream.share
     left: list[_Sample] = []
     head: list[_Sample] = []
     for tail in sorted(tails, key=lambda one: one.worker):
@@ -67,19 +67,19 @@ def deal_out(
         left += own
         head += first
     # A rank that reads for all deals batches, in rounds wherever the workers' last full ones have ended.
-    size = share if deal.everyone else stream.size
+    size = share if spec.reads_for_all else stream.size
     for place in range(0, len(left), size):
         samples = left[place : place + size]
         real = len(samples)
         if real < size and stream.drop_last:
             return
-        if deal.fills and real < size and not (deal.everyone and deal.sparing):
+        if spec.pads_last and real < size and not (spec.reads_for_all and spec.pad_empty_ranks_only):
             samples = [*samples, *itertools.islice(itertools.cycle(head), size - real)]
-        if deal.everyone:
+        if spec.reads_for_all:
             round_ = GlobalBatch(samples[0][1], (len(samples),), (real,), size=share)
             parts = iter([(round_, samples)])
         else:
-            parts = deal.slices(deal.tail(samples[0][1], share, real), samples, share)
+            parts = spec.slices(spec.tail(samples[0][1], share, real), samples, share)
         ends = {worker: at + 1 for worker, at, _ in samples[:real]}
         for part, own in parts:
             items = [item for _, _, item in own]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
-class Situation:
+class DoctorContext:
     """One machine, as the job on it would find it."""
 
     environ: Mapping[str, str] = field(default_factory=dict)

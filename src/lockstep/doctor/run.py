@@ -16,21 +16,23 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from lockstep.doctor.checks import CHECKS, DoctorCheck
-from lockstep.doctor.context import Situation
+from lockstep.doctor.context import DoctorContext
 from lockstep.doctor.finding import Finding
 
 Told = Callable[[DoctorCheck, list[Finding]], None]
 """Is called with each check as soon as it has an answer."""
 
 
-def run_checks(situation: Situation, checks: Sequence[DoctorCheck] = CHECKS, told: Told | None = None) -> list[Finding]:
+def run_checks(
+    context: DoctorContext, checks: Sequence[DoctorCheck] = CHECKS, told: Told | None = None
+) -> list[Finding]:
     """What each check finds, in the order of the list. Never takes longer than the longest limit, and a second."""
     # A fork begins at once and needs nothing imported again. This process has no threads yet, and has not met a driver.
-    context: Any = multiprocessing.get_context("fork")
+    fork: Any = multiprocessing.get_context("fork")
     running: dict[Connection, tuple[DoctorCheck, Any, float]] = {}
     for check in checks:
-        reader, writer = context.Pipe(duplex=False)
-        process = context.Process(target=_answer, args=(writer, check, situation), daemon=True)
+        reader, writer = fork.Pipe(duplex=False)
+        process = fork.Process(target=_answer, args=(writer, check, context), daemon=True)
         process.start()
         writer.close()
         running[reader] = (check, process, time.monotonic() + check.limit)
@@ -51,11 +53,11 @@ def run_checks(situation: Situation, checks: Sequence[DoctorCheck] = CHECKS, tol
     return [finding for check in checks for finding in found[check.name]]
 
 
-def run_check(check: DoctorCheck, situation: Situation) -> list[Finding]:
+def run_check(check: DoctorCheck, context: DoctorContext) -> list[Finding]:
     """Run one check here and now; one that breaks is a finding too."""
     module, _, function = check.place.partition(":")
     try:
-        answer = getattr(importlib.import_module(f"lockstep.doctor.checks.{module}"), function)(situation)
+        answer = getattr(importlib.import_module(f"lockstep.doctor.checks.{module}"), function)(context)
     except Exception as error:
         return [_broken(check, f"{type(error).__name__}: {error}")]
     return [answer] if isinstance(answer, Finding) else list(answer)
@@ -66,9 +68,9 @@ def _send_result(told: Told | None, check: DoctorCheck, found: dict[str, list[Fi
         told(check, found[check.name])
 
 
-def _answer(writer: Connection, check: DoctorCheck, situation: Situation) -> None:
+def _answer(writer: Connection, check: DoctorCheck, context: DoctorContext) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the doctor, which ends its checks
-    writer.send([finding.plain() for finding in run_check(check, situation)])
+    writer.send([finding.plain() for finding in run_check(check, context)])
     writer.close()
 
 

@@ -19,7 +19,7 @@ from lockstep.guard import remedies, skipped_backward
 from lockstep.guard.diagnosis import Diagnosis, RankLocation
 from lockstep.guard.job import JobSnapshot, is_gone, raw_waited, waited
 from lockstep.guard.node_exchange import Node
-from lockstep.guard.rank_location import at, by_place, ending, label, last_seen, raw_name, span, state, whereabouts
+from lockstep.guard.rank_location import at, by_place, ending, label, last_seen, locate, raw_name, span, state
 from lockstep.guard.torch_calls import explain, first_difference
 
 # Nobody leaves these before everybody has come.
@@ -255,7 +255,7 @@ def _ended_ranks(job: JobSnapshot) -> Diagnosis | None:
         gone = [box for box in job.boxes if is_gone(box)]
         if not waiters or not gone:
             return None
-        waiting = by_place((box.rank, whereabouts(box)) for box in waiters)
+        waiting = by_place((box.rank, locate(box)) for box in waiters)
         # A rank may be past a broadcast that others are still in; past an all-reduce it is only with all others.
         proven = any(box.raw and not box.raw.group and _is_meeting(box.raw.name) for box in waiters)
         seconds = max(raw_waited(box) for box in waiters)
@@ -424,9 +424,9 @@ def _missing(job: JobSnapshot) -> Diagnosis | None:
             arriving = arriving or box.op is not None
     if not behind and not job.unseen:
         return None if arriving else _all_wait(job, waiting, longest)
-    missing = by_place((box.rank, _whereabouts(job, box)) for box in behind)
+    missing = by_place((box.rank, _locate(job, box)) for box in behind)
     missing += tuple(_unseen(job))
-    places = by_place((box.rank, _waiting(box) if box.op else whereabouts(box)) for box in waiting)
+    places = by_place((box.rank, _waiting(box) if box.op else locate(box)) for box in waiting)
     return _finding(
         job,
         kind="missing",
@@ -468,19 +468,19 @@ def _is_behind(job: JobSnapshot, box: Snapshot, top: int) -> bool:
     return box.op.seq == top and (box.paused or (_may_compute(box) and top in job.averaging))
 
 
-def _whereabouts(job: JobSnapshot, box: Snapshot) -> tuple[str, str, str]:
+def _locate(job: JobSnapshot, box: Snapshot) -> tuple[str, str, str]:
     if is_gone(box):
         return _ended(box)
     if box.generation != job.generation:
-        return "have not joined the process group that the others have formed again", whereabouts(box)[1], ""
+        return "have not joined the process group that the others have formed again", locate(box)[1], ""
     if box.op is None or box.paused:
-        return whereabouts(box)
+        return locate(box)
     doing = f"are computing in {label(box.op)}" if _may_compute(box) else f"are still in {label(box.op)}"
-    return doing, whereabouts(replace(box, raw=None))[1] or box.op.site, _for(box, box.op)
+    return doing, locate(replace(box, raw=None))[1] or box.op.site, _for(box, box.op)
 
 
 def _all_wait(job: JobSnapshot, waiting: Sequence[Snapshot], longest: float) -> Diagnosis:
-    places = by_place((box.rank, _waiting(box) if box.op else whereabouts(box)) for box in waiting)
+    places = by_place((box.rank, _waiting(box) if box.op else locate(box)) for box in waiting)
     everybody = len(waiting) == len(job.boxes)
     return _finding(
         job,

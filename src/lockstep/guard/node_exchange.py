@@ -64,7 +64,7 @@ class Exchange:
         node: int,
         nodes: int,
         boxes: Callable[[str], Sequence[Snapshot]],
-        hear: Callable[[dict[str, Any]], None],
+        receive: Callable[[dict[str, Any]], None],
         reach: Callable[[], str] = lambda: "",
     ) -> None:
         self.node = node
@@ -75,7 +75,7 @@ class Exchange:
         self._connect = connect
         self._nodes = nodes
         self._boxes = boxes
-        self._hear = hear
+        self._receive = receive
         self._store: Any = None
         """The connection of whoever asks; the thread's own is busy waiting. None before there is one, and after."""
         self._round = 1
@@ -228,7 +228,7 @@ class Exchange:
             store.delete(f"answer/{self._round - _BEHIND}/{self.node}")  # one that came too late to be read
             store.set(f"answer/{self._round}/{self.node}", _pack(self._boxes(message["asks"])))
         else:
-            self._hear(message)
+            self._receive(message)
 
 
 def _pack(boxes: Iterable[Snapshot]) -> bytes:

@@ -117,7 +117,7 @@ def last_steps(box: Snapshot) -> str:
     return f"It was {doing}{f' at {site}' if site else ''}, {step}.{before}"
 
 
-def whereabouts(box: Snapshot) -> tuple[str, str, str]:
+def locate(box: Snapshot) -> tuple[str, str, str]:
     """What a rank that lives does outside of the library's collectives: doing, the user's line, more."""
     frames = user_frames(box.stack)
     site = frames[0][0] if frames else box.phase_site

@@ -117,7 +117,9 @@ class Watcher:
         self._questions = QuestionSchedule()
         self._nodes = {one.number: one for one in named}
         self._left.clear()
-        self._elsewhere = Exchange(connect, node=node, nodes=nodes, boxes=self._answer, hear=self._receive, reach=reach)
+        self._elsewhere = Exchange(
+            connect, node=node, nodes=nodes, boxes=self._answer, receive=self._receive, reach=reach
+        )
 
     def find_lost(self) -> list[Node]:
         """After a failure: nodes whose watcher does not answer, though it has not left the job."""

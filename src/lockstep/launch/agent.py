@@ -231,7 +231,7 @@ def run(
 ) -> Ending:
     """Start the ranks of this machine and stay until they have ended."""
     quiet_torch()
-    meeting = rendezvous.open_meeting(plan, tell)
+    meeting = rendezvous.open_rendezvous(plan, tell)
     spec = WorkerSpec(
         role=plan.value("role", "default"),
         local_world_size=plan.per_machine,

@@ -311,7 +311,7 @@ def _run_here(ask: _Ask) -> Any:
         except Exception as error:
             if not restarts_left:
                 raise
-            _say_restart(f"{type(error).__name__}: {error}", ask.max_restarts - restarts_left + 1, ask.max_restarts)
+            _log_restart(f"{type(error).__name__}: {error}", ask.max_restarts - restarts_left + 1, ask.max_restarts)
         finally:
             if before is None and _session() is not None:
                 sys.modules["lockstep.current"].reset()
@@ -323,7 +323,7 @@ def _session() -> Any:
     return None if current is None else current.peek()
 
 
-def _say_restart(why: str, number: int, most: int) -> None:
+def _log_restart(why: str, number: int, most: int) -> None:
     print(f"{why}\nStarting again: restart {number} of {most}.", file=sys.stderr, flush=True)
 
 
@@ -342,7 +342,7 @@ def _run_forked(ask: _Ask) -> list[Any] | RankFailed:
             outcome = _outcome(ended, meeting)
             if not isinstance(outcome, RankFailed) or attempt == ask.max_restarts:
                 return outcome
-            _say_restart(first_line(outcome), attempt + 1, ask.max_restarts)
+            _log_restart(first_line(outcome), attempt + 1, ask.max_restarts)
     raise AssertionError("the last attempt returns")
 
 

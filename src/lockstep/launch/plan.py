@@ -334,7 +334,7 @@ class _Maker:
                 self.problems.append(_taken(port))
             endpoint = f"{LOOPBACK}:{port}"
         else:
-            meeting = self._meeting_point(machines, machine_rank)
+            meeting = self._rendezvous_endpoint(machines, machine_rank)
             if meeting is None:
                 return None
             host, port = meeting
@@ -366,7 +366,7 @@ class _Maker:
             address=address,
         )
 
-    def _meeting_point(self, machines: int, machine_rank: int | None) -> tuple[str, int] | None:
+    def _rendezvous_endpoint(self, machines: int, machine_rank: int | None) -> tuple[str, int] | None:
         config = self.config
         if config.rdzv_endpoint is not None:
             host, _, port = config.rdzv_endpoint.rpartition(":")
@@ -381,7 +381,7 @@ class _Maker:
             from lockstep.launch import slurm
 
             # Started by srun once per node: every agent works out the same meeting point by itself.
-            return self.allocation.hosts[0], config.main_process_port or slurm.meeting_port(self.allocation)
+            return self.allocation.hosts[0], config.main_process_port or slurm.rendezvous_port(self.allocation)
         missing = []
         if config.main_process_ip is None:
             missing.append("--main_process_ip (the address of machine 0)")
@@ -424,7 +424,7 @@ class _Maker:
     def _srun(self, allocation: Any, processes: int, per_machine: int, machines: int) -> LaunchPlan:
         from lockstep.launch import slurm
 
-        port = self.config.main_process_port or slurm.meeting_port(allocation)
+        port = self.config.main_process_port or slurm.rendezvous_port(allocation)
         again = [sys.executable, "-m", "lockstep", "launch", *self.given, "--num_machines", str(machines)]
         again += ["--main_process_ip", allocation.hosts[0], "--main_process_port", str(port), *self.target.tokens()]
         argv = slurm.srun_command(

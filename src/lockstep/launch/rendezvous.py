@@ -48,7 +48,7 @@ _MOST_RANKS = 4096
 """Ranks that one node may say it has."""
 
 
-def open_meeting(plan: LaunchPlan, tell: Callable[[str], None]) -> NodeRendezvous:
+def open_rendezvous(plan: LaunchPlan, report: Callable[[str], None]) -> NodeRendezvous:
     """Called on: all machines. Host the place where they meet, or find the way there."""
     parameters = RendezvousParameters(
         backend=plan.rdzv_backend,
@@ -61,11 +61,11 @@ def open_meeting(plan: LaunchPlan, tell: Callable[[str], None]) -> NodeRendezvou
     )
     secret = read_secret(env.snapshot())
     try:
-        with _report_long_wait(tell, lambda: _obstacle(plan), plan.machines, after=_ONE_TRY):
+        with _report_long_wait(report, lambda: _obstacle(plan), plan.machines, after=_ONE_TRY):
             if plan.rdzv_backend != "c10d" or parameters.get("store_type", "tcp") != "tcp":
-                return NodeRendezvous(registry.get_rendezvous_handler(parameters), plan, tell, secret)
+                return NodeRendezvous(registry.get_rendezvous_handler(parameters), plan, report, secret)
             handler, store = open_c10d(parameters, secret)
-        return NodeRendezvous(handler, plan, tell, secret, store)
+        return NodeRendezvous(handler, plan, report, secret, store)
     except (RendezvousConnectionError, DistError) as error:
         raise unreachable(plan) from error
     except ConfigError:
@@ -81,13 +81,13 @@ class NodeRendezvous(RendezvousHandler):
         self,
         inner: RendezvousHandler,
         plan: LaunchPlan,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         secret: str,
         shared: TCPStore | None = None,
     ) -> None:
         self._inner = inner
         self._plan = plan
-        self._say = say
+        self._log = log
         self._secret = secret
         self._shared = shared
         """The store that the ranks use; None where torch makes one for them."""
@@ -99,7 +99,7 @@ class NodeRendezvous(RendezvousHandler):
         """Called on: all machines. Meet, agree on numbers and on the name of this attempt."""
         number = self._plan.machines
         waiting = f"waiting for {number} machines at {self._plan.endpoint} …"
-        with _report_long_wait(self._say, lambda: waiting, number, f"all {number} machines are here."):
+        with _report_long_wait(self._log, lambda: waiting, number, f"all {number} machines are here."):
             # Torch would host one more store for the ranks, which listens at every interface.
             own = {} if self._shared is None else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
             with env.patched(own):
@@ -252,7 +252,7 @@ def _obstacle(plan: LaunchPlan) -> str:
 
 @contextlib.contextmanager
 def _report_long_wait(
-    say: Callable[[str], None], what: Callable[[], str], machines: int, then: str = "", after: float = _SILENCE
+    log: Callable[[str], None], what: Callable[[], str], machines: int, then: str = "", after: float = _SILENCE
 ) -> Iterator[None]:
     """Say what takes so long, once it does, and when it is over."""
     if machines == 1:
@@ -260,13 +260,13 @@ def _report_long_wait(
         return
     over = threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         text = what()
         if not over.is_set():
-            say(text)
+            log(text)
 
     start = time.monotonic()
-    timer = threading.Timer(after, tell)
+    timer = threading.Timer(after, report)
     timer.daemon = True
     timer.start()
     try:
@@ -275,4 +275,4 @@ def _report_long_wait(
         timer.cancel()
         over.set()
         if then and time.monotonic() - start > after:
-            say(then)
+            log(then)

@@ -108,7 +108,7 @@ def _step(environ: Mapping[str, str], job: str) -> Allocation | None:
     )
 
 
-def meeting_port(allocation: Allocation) -> int:
+def rendezvous_port(allocation: Allocation) -> int:
     """The port where the agents of a job meet.
 
     It follows from the numbers of job and step, so that agents which nobody told can each work it out; where this is

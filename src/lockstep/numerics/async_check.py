@@ -28,7 +28,7 @@ class _Waiting(NamedTuple):
     forwards: Any
 
 
-class Late:
+class AsyncCheck:
     """Copies single numbers to the host behind the device's back, and looks at those that have arrived."""
 
     def __init__(self, device: torch.device) -> None:

@@ -23,9 +23,9 @@ Tell = Callable[[str, str, int, list[FrameRow]], None]
 class Gradients:
     """Looks at the gradient of each module's output, and at that of each parameter, as a backward makes them."""
 
-    def __init__(self, reader: TensorReader, tell: Tell) -> None:
+    def __init__(self, reader: TensorReader, on_found: Tell) -> None:
         self.reader = reader
-        self.tell = tell
+        self.on_found = on_found
         """Takes what was read."""
         self.on = True
         """Whether to look."""
@@ -37,8 +37,8 @@ class Gradients:
         for name, module in modules:
             for key, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad:
-                    look = _ParameterLook(self, name, type(module).__name__, key)
-                    self._handles.append(parameter.register_hook(look))
+                    enable_detector = _ParameterLook(self, name, type(module).__name__, key)
+                    self._handles.append(parameter.register_hook(enable_detector))
 
     def watch_outputs(self, name: str, kind: str, call: int, outputs: Any) -> None:
         """Look at the gradients of what a module gave; what an inner module gave already is looked at there."""
@@ -83,7 +83,7 @@ class _ParameterLook:
     def __call__(self, gradient: Tensor) -> None:
         gradients = self._gradients
         if gradients.on and (gradients.reader.thorough or not stats.sum_is_finite(gradient)):
-            gradients.tell(self._name, self._kind, 0, [gradients.reader.gradient(f"{self._key}.grad", gradient)])
+            gradients.on_found(self._name, self._kind, 0, [gradients.reader.gradient(f"{self._key}.grad", gradient)])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return idle()
@@ -100,17 +100,17 @@ class _OutputLook:
     def __call__(self, gradient: Tensor) -> None:
         gradients = self._gradients
         if gradients.on:
-            gradients.tell(self._name, self._kind, self._call, [gradients.reader.gradient(self._label, gradient)])
+            gradients.on_found(self._name, self._kind, self._call, [gradients.reader.gradient(self._label, gradient)])
 
 
 class Updates:
     """Looks at a model's parameters after each step of an optimizer that holds any of them."""
 
     def __init__(
-        self, reader: TensorReader, model: nn.Module, tell: Callable[[str, str, list[FrameRow]], None]
+        self, reader: TensorReader, model: nn.Module, on_found: Callable[[str, str, list[FrameRow]], None]
     ) -> None:
         self._reader = reader
-        self._tell = tell
+        self._on_found = on_found
         self._places = {
             id(parameter): (name, key, parameter)
             for name, module in model.named_modules()
@@ -128,7 +128,7 @@ class Updates:
                 row = self._reader.weight(place[1], parameter)
                 if isinstance(row.numbers, Numbers) and row.numbers.bad:
                     rows = [row, *self._reader.read(_around(optimizer, place[1], parameter))]
-                    self._tell(place[0], type(optimizer).__name__, rows)
+                    self._on_found(place[0], type(optimizer).__name__, rows)
 
     def remove(self) -> None:
         """Look no more."""

@@ -19,7 +19,7 @@ class MonitorMethods:
 
     _watch: NanMonitor | None = None
     """None when nobody looks."""
-    _look: Callable[[nn.Module], Any] | None = None
+    _detector: Callable[[nn.Module], Any] | None = None
     """Puts the detector on a model; None when nobody asked for it."""
     _detectors: list[tuple[nn.Module, Any]]
 
@@ -38,7 +38,7 @@ class MonitorMethods:
             self._watch = NanMonitor(policy, group, around, scaled=scaled)
         if DebugTool.UNDERFLOW_OVERFLOW in tools or record is not None:
 
-            def look(model: nn.Module) -> Any:
+            def enable_detector(model: nn.Module) -> Any:
                 from lockstep.numerics.reporting import attach_detector  # loaded where it is used: most runs do without
 
                 return attach_detector(
@@ -51,7 +51,7 @@ class MonitorMethods:
                 )
 
             number = iter(range(1 << 30)).__next__
-            self._look = look
+            self._detector = enable_detector
 
     @property
     def _gate(self) -> NanMonitor | None:
@@ -59,8 +59,8 @@ class MonitorMethods:
         return self._watch if self._watch is not None and self._watch.guards else None
 
     def _watch_model(self, model: nn.Module, *, trained: bool) -> None:
-        if self._look is not None:
-            self._detectors.append((model, self._look(model)))
+        if self._detector is not None:
+            self._detectors.append((model, self._detector(model)))
         if self._watch is not None and trained:
             self._watch.follow(model)
 

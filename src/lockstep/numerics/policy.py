@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from lockstep.config.choices import NanPolicy
 from lockstep.errors import NumericsError
 from lockstep.model_files.unwrap import inner_model
-from lockstep.numerics.async_check import Late
+from lockstep.numerics.async_check import AsyncCheck
 from lockstep.numerics.dtype_limits import SCALER_PATIENCE
-from lockstep.numerics.replay_buffer import Forward, Recall
+from lockstep.numerics.replay_buffer import Forward, ReplayBuffer
 from lockstep.numerics.unwrap import is_compiled
 from lockstep.process_group.group import Group
 
@@ -61,8 +61,8 @@ class NanMonitor:
         self.policy = policy
         self._group, self._around, self._scaled = group, around, scaled
         self._updating = policy in (NanPolicy.STOP, NanPolicy.SKIP)
-        self._late = None if group.device.type == "cpu" else Late(group.device)
-        self._recent: deque[Forward] = deque(maxlen=_KEPT if self._updating else 1 if self._late is None else 2)
+        self._async_check = None if group.device.type == "cpu" else AsyncCheck(group.device)
+        self._recent: deque[Forward] = deque(maxlen=_KEPT if self._updating else 1 if self._async_check is None else 2)
         self._losses: deque[tuple[Tensor, Any, list[Forward]]] = deque(maxlen=_LOSSES)
         """Where reading a loss would make the device wait: those of this update, read if its gradient is bad."""
         self._models: list[nn.Module] = []
@@ -77,7 +77,7 @@ class NanMonitor:
     @property
     def spares(self) -> bool:
         """Whether clipping is to leave gradients with a bad norm as they are, so that it can be seen which are bad."""
-        return self._updating and self._late is None
+        return self._updating and self._async_check is None
 
     @property
     def guards(self) -> bool:
@@ -85,7 +85,7 @@ class NanMonitor:
         return self._updating or self._scaled
 
     @cached_property
-    def _teller(self) -> NanReporter:
+    def _reporter(self) -> NanReporter:
         from lockstep.numerics.reporting import NanReporter  # loaded where it is used: most runs stay finite
 
         return NanReporter(self._group, self._around, self._models)
@@ -98,7 +98,7 @@ class NanMonitor:
         self._models.append(inner)
         if not is_compiled(model):
             device = self._group.device
-            recall = Recall(self._recent, device)
+            recall = ReplayBuffer(self._recent, device)
             # Elsewhere a replica moves what it is given, and only the model inside it sees where to.
             note = getattr(model, "note_forwards", None) if device.type == "cpu" else None
             handle = inner.register_forward_pre_hook(recall, with_kwargs=True) if note is None else note(recall)
@@ -125,7 +125,7 @@ class NanMonitor:
 
         ``samples`` are those it is of, where they are not the whole batch.
         """
-        if self._late is not None:
+        if self._async_check is not None:
             return self._unread(loss, samples)
         value = loss.item() if loss.numel() == 1 else loss.detach().sum().item()
         if math.isfinite(value):
@@ -168,7 +168,7 @@ class NanMonitor:
         """After the backward of a bad loss: tell of it. Not before, as running a batch again may change its inputs."""
         found, self._bad_loss = self._bad_loss, None
         if found is not None:
-            self._teller.warn(self.pending, *found)
+            self._reporter.warn(self.pending, *found)
         self.pending = 0
 
     def norm(self, norm: Tensor, parameters: Iterable[Tensor]) -> None:
@@ -177,10 +177,10 @@ class NanMonitor:
             self._norm = (norm, frozenset(id(parameter) for parameter in parameters))
         elif self._scaled:
             return  # the scaler drops what overflows, and tells ``stepped``
-        elif self._late is not None:
+        elif self._async_check is not None:
             self._check_later("the gradient norm", norm)
         elif not math.isfinite(norm.item()):
-            self._teller.warn(
+            self._reporter.warn(
                 self._around.update(), f"the gradient norm is {norm.item()}", self._around.samples(), list(self._recent)
             )
 
@@ -199,12 +199,12 @@ class NanMonitor:
         # With a scaler the other ranks drop this update as they drop any overflow: there is nothing to put together.
         what, samples, forwards = found or ("", self._around.samples(), list(self._recent))
         head = what if self._scaled else f"the gradient of update {self._around.update()} is {value}"
-        text, tells = self._teller.update(what, samples, forwards, alone=self._scaled)
+        text, tells = self._reporter.update(what, samples, forwards, alone=self._scaled)
         if self.policy is NanPolicy.STOP:
             raise NumericsError(f"nan_policy='stop': {head}.\n{text}")
         if tells:
             everywhere = " on all ranks" if self._group.world_size > 1 else ""
-            self._teller.log(f"nan_policy='skip': {head}; the update is dropped{everywhere}.\n{text}")
+            self._reporter.log(f"nan_policy='skip': {head}; the update is dropped{everywhere}.\n{text}")
         return True
 
     def stepped(self, dropped: bool) -> None:
@@ -218,11 +218,11 @@ class NanMonitor:
         if self._dropped != SCALER_PATIENCE:
             return
         what = f"{SCALER_PATIENCE} updates in a row were dropped, the gradients overflow at any loss scale"
-        text, tells = self._teller.update(what, self._around.samples(), list(self._recent), alone=True)
+        text, tells = self._reporter.update(what, self._around.samples(), list(self._recent), alone=True)
         if self.policy is NanPolicy.STOP:
             raise NumericsError(f"nan_policy='stop': {text}")
         if tells:
-            self._teller.log(text)
+            self._reporter.log(text)
 
     # --- looking -----------------------------------------------------------------------------------------------
 
@@ -234,12 +234,12 @@ class NanMonitor:
         return gradient_screen([parameter.grad for parameter in parameters if parameter.grad is not None])
 
     def _check_later(self, what: str, value: Tensor, samples: Any = None) -> None:
-        if self._late is not None:
-            for bad in self._late.ready():
-                self._teller.warn(
+        if self._async_check is not None:
+            for bad in self._async_check.ready():
+                self._reporter.warn(
                     self._around.update(), f"{bad.what} was {bad.value} a step ago", bad.samples, bad.forwards
                 )
-            self._late.put(what, value, samples or self._around.samples(), list(self._recent)[-1:])
+            self._async_check.put(what, value, samples or self._around.samples(), list(self._recent)[-1:])
 
 
 def gradient_screen(gradients: Sequence[Tensor]) -> float:

@@ -25,7 +25,7 @@ class Forward(NamedTuple):
     """Of the accelerator's generator."""
 
 
-class Recall:
+class ReplayBuffer:
     """Remembers what the latest forwards were called with. A hook; copies and pickles of the model get an idle one."""
 
     __slots__ = ("_device", "_latest")

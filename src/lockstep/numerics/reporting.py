@@ -33,33 +33,33 @@ class NanReporter:
 
     def __init__(self, group: Group, around: MonitorContext, models: Sequence[nn.Module]) -> None:
         self._group, self._around, self._models = group, around, models
-        self._hits = 0
+        self._found = 0
         self._silent = False
 
     def warn(self, update: int, what: str, samples: Any, forwards: list[Forward]) -> None:
         """Tell of the first bad number, and now and then that there are more."""
-        self._hits += 1
-        if self._hits == 1:
+        self._found += 1
+        if self._found == 1:
             # What one rank's batch has done reaches the others with the next update: they would tell of the same.
             self._silent = claim(self._group, self._named("warned")) != self._group.rank
         if self._silent:
             return
-        if self._hits == 1:
+        if self._found == 1:
             mine = self._finding(what, samples, forwards)
             self.log(f"Update {update}, {mine.headline()}.\n{mine.report}\n{_CHOICES}")
-        elif self._hits in _TOLD_AT:
-            self.log(f"Update {update}: {what}; {self._hits} bad numbers so far.")
+        elif self._found in _TOLD_AT:
+            self.log(f"Update {update}: {what}; {self._found} bad numbers so far.")
 
     def update(self, what: str, samples: Any, forwards: list[Forward], *, alone: bool) -> tuple[str, bool]:
         """Called on: all ranks, unless ``alone``. What is to be told of an update; whether this rank tells it."""
-        self._hits += 1
+        self._found += 1
         for kind in ("hit", "alone"):
-            forget(self._group, self._named(f"{kind}{self._hits - _APART}"))
+            forget(self._group, self._named(f"{kind}{self._found - _APART}"))
         mine = self._finding(what, samples, forwards)
         if alone:
-            name = self._named(f"alone{self._hits}")
+            name = self._named(f"alone{self._found}")
             return f"{mine.headline()}\n{mine.report}", claim(self._group, name) == self._group.rank
-        return put_together(self._group, self._named(f"hit{self._hits}"), mine)
+        return put_together(self._group, self._named(f"hit{self._found}"), mine)
 
     def _named(self, what: str) -> str:
         return f"{self._around.number}/{what}"
@@ -70,7 +70,7 @@ class NanReporter:
         append_report(self._around.folder, self._group.rank, text)
 
     def _finding(self, what: str, samples: Any, forwards: list[Forward]) -> NonFiniteFinding:
-        hit, words = _search(forwards) if self._hits <= _REPLAYS else (None, "")
+        hit, words = _search(forwards) if self._found <= _REPLAYS else (None, "")
         own = hit is not None or "loss" in what
         if hit is not None:
             words = report.render_hit(hit, title=_AGAIN).strip()

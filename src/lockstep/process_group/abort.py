@@ -47,24 +47,24 @@ class AbortReason:
 class AbortListener:
     """A thread that waits for its rank to be woken, on its own store connection."""
 
-    def __init__(self, store: SignedStore, side: SignedStore, key: str, tell: Callable[[AbortReason], None]) -> None:
+    def __init__(self, store: SignedStore, side: SignedStore, key: str, notify: Callable[[AbortReason], None]) -> None:
         self._store = store
         self._side = side
         self._key = key
-        self._tell = tell
+        self._notify = notify
         self._thread = threading.Thread(target=self._run, name="lockstep-watcher", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while True:
             try:
-                (cause,) = self._side.get(self._key, _read_word, timedelta(days=1))
+                (cause,) = self._side.get(self._key, _read_reason, timedelta(days=1))
             except dist.DistStoreError:
                 continue  # nothing happened for a day
             except RuntimeError:
                 return  # the store's host has gone: nobody is left to tell us anything
             if cause is not None:
-                self._tell(cause)
+                self._notify(cause)
             return
 
     def stop(self) -> None:
@@ -76,5 +76,5 @@ class AbortListener:
         self._thread.join(timeout=5)
 
 
-def _read_word(data: bytes) -> tuple[AbortReason | None]:
+def _read_reason(data: bytes) -> tuple[AbortReason | None]:
     return (AbortReason.read(data) if data else None,)

@@ -33,7 +33,7 @@ class PeerNotifier:
         self._unraisable: Any = None
         self._script: FrameType | None = None
         """The frame of the script, which remembers how it was left."""
-        self.words = ""
+        self.message = ""
         """The first line of the exception that ended this rank; empty while there is none."""
         self.note = ""
         """What is known of an end whose exit code is not: by SystemExit, or after an atexit callback that raised."""
@@ -49,7 +49,7 @@ class PeerNotifier:
     def uninstall(self) -> None:
         """The rank leaves in good order."""
         self._group = self._script = None
-        self.words = self.note = ""
+        self.message = self.note = ""
         if sys.excepthook is self:
             sys.excepthook = self._before
         if sys.unraisablehook == self._on_unraisable:
@@ -57,10 +57,10 @@ class PeerNotifier:
 
     def report_exit(self, directory: Path | None, code: str = "") -> None:
         """Python calls no hook for ``sys.exit``: where one was noted, by the launcher's shim or by us, report it."""
-        if self._group is not None and code and not self.words:
-            self.words = f"it left with sys.exit({code})"
-            _end(self._group, self.words)
-        if self._group is None or self.words or directory is None:
+        if self._group is not None and code and not self.message:
+            self.message = f"it left with sys.exit({code})"
+            _end(self._group, self.message)
+        if self._group is None or self.message or directory is None:
             return
         if not self.note and self._script is not None and (site := script_exit.left_by_exception(self._script)):
             # An excepthook was called for any other exception. Its code is known to nobody before the process ends.
@@ -70,8 +70,8 @@ class PeerNotifier:
             said for said in crash_report.read_all(directory) if said.pid == os.getpid() and said.kind == "SystemExit"
         ]
         if own and not own[0].follows:
-            self.words = f"it left with sys.exit({own[0].message}), at {own[0].line}"
-            _end(self._group, self.words)
+            self.message = f"it left with sys.exit({own[0].message}), at {own[0].line}"
+            _end(self._group, self.message)
 
     def _on_unraisable(self, raised: Any) -> None:
         """Python prints what an atexit callback raises, and exits as if nothing had happened."""
@@ -82,11 +82,11 @@ class PeerNotifier:
     def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         """As an excepthook is called."""
         text = str(value).strip()
-        self.words = f"{kind.__name__}: {text.splitlines()[0]}" if text else kind.__name__
+        self.message = f"{kind.__name__}: {text.splitlines()[0]}" if text else kind.__name__
         dead = ""
         if self._group is not None:
             if not self._group.is_consequence(value):
-                _end(self._group, self.words, "".join(traceback.format_exception(kind, value, trace)))
+                _end(self._group, self.message, "".join(traceback.format_exception(kind, value, trace)))
             dead = self._group.describe_lost_peers(value)
         self._before(kind, value, trace)
         advice = "\n".join(filter(None, [crash_report.advice_on(value), dead]))

@@ -42,7 +42,7 @@ def at_the_store(topology: Topology, address: str, port: int) -> Iterator[None]:
     if topology.world_size == 1 or (topology.local_rank and not second):
         yield
         return
-    with _looking(lambda over: _look_for_store(topology, address, port, over)):
+    with _looking(lambda over: _check_store(topology, address, port, over)):
         yield
 
 
@@ -54,18 +54,18 @@ def of_the_others(topology: Topology, store: SignedStore) -> Iterator[None]:
     if topology.world_size == 1 or topology.local_rank != 0:
         yield
         return
-    with _looking(lambda over: _look_for_others(topology, store, over)):
+    with _looking(lambda over: _check_peers(topology, store, over)):
         yield
 
 
 @contextmanager
-def _looking(look: Callable[[threading.Event], None]) -> Iterator[None]:
+def _looking(check: Callable[[threading.Event], None]) -> Iterator[None]:
     over = threading.Event()
 
     def run() -> None:
         if not over.wait(AFTER):
             with suppress(Exception):  # a look that fails must not be what ends the job
-                look(over)
+                check(over)
 
     thread = threading.Thread(target=run, name="lockstep-arrival", daemon=True)
     thread.start()
@@ -76,14 +76,14 @@ def _looking(look: Callable[[threading.Event], None]) -> Iterator[None]:
         thread.join(2 * ONE_TRY)
 
 
-def _say(text: str) -> None:
+def _report(text: str) -> None:
     print_error(f"lockstep: {text}")
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
 
 
-def _look_for_store(topology: Topology, address: str, port: int, over: threading.Event) -> None:
+def _check_store(topology: Topology, address: str, port: int, over: threading.Event) -> None:
     stall, started = _stall(), time.monotonic() - AFTER
     told = waiting_told = False
     while not over.wait(_PAUSE):
@@ -93,7 +93,7 @@ def _look_for_store(topology: Topology, address: str, port: int, over: threading
             return
         if reason and not told and (late or (reason != network.REFUSED and topology.local_rank == 0)):
             told = True
-            _say(
+            _report(
                 f"rank {topology.rank} on {socket.gethostname()} cannot reach the store at {address} port {port}: "
                 f"{reason}. All ranks meet there. See that rank 0 runs on that machine, and that the port is open "
                 f"between them (try: nc -vz {address} {port}); `lockstep doctor net` tries every pair. Still trying."
@@ -101,7 +101,7 @@ def _look_for_store(topology: Topology, address: str, port: int, over: threading
         # Torch's store lets nobody go on before all have come to it, and does not say who has.
         if not reason and late and topology.rank == 0 and not waiting_told:
             waiting_told = True
-            _say(
+            _report(
                 f"rank 0 waits for the other ranks of {topology.world_size} at {address} port {port}: not all came "
                 f"within {time.monotonic() - started:.0f} s. They are still starting, busy before the first "
                 "Accelerator() or PartialState(), cannot reach this machine, or have ended; their own output says."
@@ -115,7 +115,7 @@ def _stall() -> float:
 # --- the others ------------------------------------------------------------------------------------------------------
 
 
-def _look_for_others(topology: Topology, store: SignedStore, over: threading.Event) -> None:
+def _check_peers(topology: Topology, store: SignedStore, over: threading.Event) -> None:
     side = store.clone()  # a connection of its own: the other one is in use, and locked
     started, next_word = time.monotonic() - AFTER, _stall()
     listening: AbstractContextManager[dict[str, Any]] = nullcontext({})
@@ -132,13 +132,13 @@ def _look_for_others(topology: Topology, store: SignedStore, over: threading.Eve
             waited = time.monotonic() - started
             if topology.rank == 0 and waited >= next_word:
                 next_word = 2 * waited
-                _tell_absent(topology, side, waited)
+                _report_absent(topology, side, waited)
 
 
-def _tell_absent(topology: Topology, side: SignedStore, waited: float) -> None:
+def _report_absent(topology: Topology, side: SignedStore, waited: float) -> None:
     absent = [rank for rank in range(topology.world_size) if side.peek(f"arrived/{rank}") is None]
     if absent:
-        _say(
+        _report(
             f"{name_ranks(absent, _FEW)} of {topology.world_size} {'has' if len(absent) == 1 else 'have'} not joined "
             f"yet, after {waited:.0f} s: still starting, busy before the first Accelerator() or PartialState(), or "
             "ended. The others wait."
@@ -179,7 +179,7 @@ def _try(own: Mapping[str, Any], peers: Sequence[Mapping[str, Any]], over: threa
         if reason == _ITSELF:
             fix = f"On {peer['host']}: export GLOO_SOCKET_IFNAME=INTERFACE NCCL_SOCKET_IFNAME=INTERFACE."
         more = f" (and to {len(failed) - 1} more machines)" if len(failed) > 1 else ""
-        _say(
+        _report(
             f"{_named(own)} cannot connect to {_named(peer)}{more}: {reason}. So the ranks cannot join. {fix} "
             "`lockstep doctor net` tries every pair."
         )

@@ -48,7 +48,7 @@ class DDP:
         # DDP's exchange of used parameters may be pending in what a failed backward left: that then holds the group's
         # last reference, and its end would wait for threads that wait for the GIL.
         group.keeps_old_groups = group.keeps_old_groups or options.find_unused_parameters
-        group.on_enable_recovery(self._arm)
+        group.on_enable_recovery(self._enable_recovery)
         group.on_rebuild(self._reductions.restart)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -152,7 +152,7 @@ class DDP:
         elif hook is not None:
             wrapped.register_comm_hook(state, hook)
 
-    def _arm(self) -> None:
+    def _enable_recovery(self) -> None:
         """From now on a failure is to be survived: have each backward wait in a way that can be left."""
         for wrapped in self._wrapped:
             if not wrapped._comm_hooks:

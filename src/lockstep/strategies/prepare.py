@@ -220,7 +220,7 @@ class PrepareMethods(ProcessView, DataOptions, StateMethods, MemoryMethods, Moni
             current_batch=self._current_batch,
             synchronize=self._synchronize_loader,
             own_generator=RNGType.GENERATOR in self._settings.rng_types,
-            sparing=self._settings.reproducible,
+            pad_empty_ranks_only=self._settings.reproducible,
             name=self._name_loader(sys._getframe()) if self.num_processes > 1 else "",
         )
         made.original = data_loader

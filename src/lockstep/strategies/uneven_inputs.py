@@ -61,7 +61,7 @@ def joined(
         undo.callback(models[0].register_forward_pre_hook(presence.announce).remove)
         for model in models:
             undo.callback(setattr, model, "_join_config", model._join_config)
-            _talk_leavably(undo, group, model)
+            _use_interruptible_collectives(undo, group, model)
             _switch(undo, model, "_check_global_requires_backward_grad_sync", _agreement(group, model, accumulation))
             _switch(undo, model, "_match_unused_params_allreduce", _answer_unused(group, model))
             if buffers is not None:
@@ -193,7 +193,7 @@ def _keep_step(accumulation: Accumulation, closes: bool) -> None:
 # --- torch's own collectives, in a way that can be left -----------------------------------------------------------
 
 
-def _talk_leavably(undo: ExitStack, group: Group, model: DistributedDataParallel) -> None:
+def _use_interruptible_collectives(undo: ExitStack, group: Group, model: DistributedDataParallel) -> None:
     """Have what DDP's join says by itself go through our waits."""
 
     def find_common_rank(rank: int, candidate: bool) -> int:

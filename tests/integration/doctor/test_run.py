@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.doctor import checks as room
 from lockstep.doctor.checks import CHECKS, DoctorCheck
-from lockstep.doctor.context import Situation
+from lockstep.doctor.context import DoctorContext
 from lockstep.doctor.finding import Finding, exit_code, worst
 from lockstep.doctor.run import run_check, run_checks
 
@@ -20,24 +20,24 @@ PATIENTS = """
 import os, signal, time
 from lockstep.doctor.finding import Finding
 
-def well(situation):
-    return Finding(check="well", status="ok", what=f"{situation.processes} processes", data={"seen": [1, None]})
+def well(context):
+    return Finding(check="well", status="ok", what=f"{context.processes} processes", data={"seen": [1, None]})
 
-def two(situation):
+def two(context):
     yield Finding(check="one", status="ok", what="1")
     yield Finding(check="two", status="warning", what="2")
 
-def hangs(situation):
+def hangs(context):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(60)
 
-def breaks(situation):
+def breaks(context):
     raise ValueError("no such thing")
 
-def dies(situation):
+def dies(context):
     os.kill(os.getpid(), signal.SIGKILL)
 
-def leaves(situation):
+def leaves(context):
     os._exit(7)
 """
 
@@ -56,7 +56,7 @@ def test_one_that_hangs_breaks_or_dies_is_told_and_the_rest_answers(patients: No
     told: list[str] = []
     started = time.monotonic()
     asked = [check("hangs", 1.0), *map(check, ("well", "two", "breaks", "dies", "leaves"))]
-    found = run_checks(Situation(processes=3), asked, told=lambda each, _: told.append(each.name))
+    found = run_checks(DoctorContext(processes=3), asked, told=lambda each, _: told.append(each.name))
     assert time.monotonic() - started < 15  # the hanging one sleeps for 60
     assert [(finding.check, finding.status) for finding in found] == [
         ("hangs", "error"),
@@ -79,7 +79,7 @@ def test_one_that_hangs_breaks_or_dies_is_told_and_the_rest_answers(patients: No
 
 def test_the_process_of_one_that_hangs_is_ended(patients: None) -> None:
     before = _children()  # fixtures of the whole run may have some
-    run_checks(Situation(), [check("hangs", 0.5)])
+    run_checks(DoctorContext(), [check("hangs", 0.5)])
     assert _children() - before == set()
 
 
@@ -88,7 +88,7 @@ def _children() -> set[str]:
 
 
 def test_a_check_that_is_not_there_is_a_finding() -> None:
-    (finding,) = run_check(DoctorCheck(name="lost", place="nowhere:nothing"), Situation())
+    (finding,) = run_check(DoctorCheck(name="lost", place="nowhere:nothing"), DoctorContext())
     assert finding.status == "warning"
     assert "ModuleNotFoundError" in finding.what
 
@@ -124,5 +124,5 @@ def test_a_finding_travels() -> None:
 
 def test_signals_are_as_they_were() -> None:
     before = signal.getsignal(signal.SIGCHLD)
-    run_checks(Situation(), [DoctorCheck(name="kernel", place="kernel:version")])
+    run_checks(DoctorContext(), [DoctorCheck(name="kernel", place="kernel:version")])
     assert signal.getsignal(signal.SIGCHLD) is before

@@ -46,7 +46,7 @@ class Machines:
             node=node,
             nodes=nodes,
             boxes=lambda about: self.answer(node, about),
-            hear=lambda said: self.heard[node].append(said),
+            receive=lambda said: self.heard[node].append(said),
         )
 
     def answer(self, node: int, about: str) -> list[Snapshot]:
@@ -129,7 +129,7 @@ def test_a_machine_that_has_left_is_remembered_by_its_last_boxes(machines: Machi
 def test_a_machine_that_does_not_answer_is_left_out(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_exchange, "PATIENCE", 0.3)
     alone = lambda: machines.connect().under("another")  # noqa: E731
-    lonely = Exchange(alone, node=0, nodes=2, boxes=lambda about: [], hear=lambda said: None)
+    lonely = Exchange(alone, node=0, nodes=2, boxes=lambda about: [], receive=lambda said: None)
     assert asks(lonely, [box(0)]) == [box(0)]
     lonely.close()
 
@@ -165,7 +165,7 @@ def test_a_watcher_that_comes_late_hears_of_what_was_said_before() -> None:
         store.set(f"inbox/0/{number}", f'{{"from": 1, "id": "{text}", "text": "{text}"}}')
     heard: list[str] = []
     late = Exchange(
-        machines.connect, node=0, nodes=2, boxes=lambda about: [], hear=lambda said: heard.append(said["text"])
+        machines.connect, node=0, nodes=2, boxes=lambda about: [], receive=lambda said: heard.append(said["text"])
     )
     until = time.monotonic() + 10
     while time.monotonic() < until and len(heard) < 2:
@@ -186,7 +186,7 @@ def test_without_a_store_one_sees_only_oneself() -> None:
     def gone() -> Any:
         raise dist.DistNetworkError("the host has gone")
 
-    end = Exchange(gone, node=0, nodes=2, boxes=lambda about: [], hear=lambda said: None)
+    end = Exchange(gone, node=0, nodes=2, boxes=lambda about: [], receive=lambda said: None)
     assert end.collect([box(0)]) == [box(0)]
     assert not end.publish({"text": "nobody hears this"})
     end.close()

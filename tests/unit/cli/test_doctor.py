@@ -45,7 +45,7 @@ def test_the_exit_code_and_json(
     alone: None, status: str, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finding = Finding(check="x", status=status, what="y", data={"z": 1})  # type: ignore[arg-type]
-    monkeypatch.setattr(doctor_machine, "run_checks", lambda situation, told: [finding])
+    monkeypatch.setattr(doctor_machine, "run_checks", lambda context, told: [finding])
     assert main(["doctor", "--json"]) == code
     assert json.loads(capsys.readouterr().out) == {"ok": code == 0, "findings": [finding.plain()]}
     assert main(["doctor"]) == code
@@ -54,12 +54,12 @@ def test_the_exit_code_and_json(
 
 def test_flags_make_the_situation(alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     seen = []
-    monkeypatch.setattr(doctor_machine, "run_checks", lambda situation, told: seen.append(situation) or [])
+    monkeypatch.setattr(doctor_machine, "run_checks", lambda context, told: seen.append(context) or [])
     flags = ["--num_machines", "2", "--num-processes", "8", "--main_process_ip", "node0", "--main_process_port", "77"]
     assert main(["doctor", *flags]) == 0
-    (situation,) = seen
-    assert (situation.machines, situation.processes) == (2, 4)
-    assert (situation.main_address, situation.main_port) == ("node0", 77)
+    (context,) = seen
+    assert (context.machines, context.processes) == (2, 4)
+    assert (context.main_address, context.main_port) == ("node0", 77)
 
 
 def test_doctor_net_by_itself_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,7 @@ def test_no_folder_is_a_way_out_of_the_run(tmp_path: Path, folder: str, monkeypa
 def test_a_stack_that_names_a_pipe_or_a_device(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.py")
     for name in (str(tmp_path / "pipe.py"), "/dev/zero", "/proc/kmsg"):
-        told = stacks.Told(rank=0, pid=1, stack=(stacks.StackFrame(file=name, line=3, function="f"),))
+        told = stacks.RankStack(rank=0, pid=1, stack=(stacks.StackFrame(file=name, line=3, function="f"),))
         assert f'File "{name}", line 3, in f' in stacks.show(told)
 
 

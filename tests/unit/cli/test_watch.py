@@ -114,7 +114,7 @@ def test_the_main_thread_is_read_and_turned_round() -> None:
     frames = stacks.main_stack(DUMP)
     assert [(frame.line, frame.function) for frame in frames] == [(41, "<module>"), (30, "step")]
     shown = stacks.show(
-        stacks.Told(
+        stacks.RankStack(
             rank=1, pid=7, host="box", doing="in gather #27", site="train.py:30", seconds=12.0, stack=frames[:1]
         )
     )

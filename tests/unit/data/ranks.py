@@ -76,7 +76,7 @@ def prepare(
     group: Any = SimpleNamespace(rank=rank, world_size=world_size, scopes=0, clock=None, box=NoBox())
     seed = {"use_seedable_sampler": True, "data_seed": 3} if seeded else {}
     options = {"dispatch_batches": False, **seed, **options}
-    return prepare_loader(loader, group, DataLoaderConfiguration(**options), sparing=sparing)
+    return prepare_loader(loader, group, DataLoaderConfiguration(**options), pad_empty_ranks_only=sparing)
 
 
 def ranks_of(kind: str, count: int, batch_size: int, world_size: int, **options: Any) -> list[PreparedDataLoader]:

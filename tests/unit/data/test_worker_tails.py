@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
 from lockstep.data import shards
-from lockstep.data.dispatch import _deal
+from lockstep.data.dispatch import _scatter
 from lockstep.data.global_batch import GlobalBatch
 from lockstep.data.iteration import Iteration
 from lockstep.data.loader import PreparedDataLoader
@@ -136,7 +136,7 @@ def steps_of(loaders: list[PreparedDataLoader]) -> list[list[Step]]:
     places = iteration.places
     hands: list[list[Step]] = [[] for _ in loaders]
     read: deque[tuple[GlobalBatch, Any]] = deque()
-    for parcels in _deal(iteration._shares(inner, shard, read), ranks, loader.even_batches):
+    for parcels in _scatter(iteration._shares(inner, shard, read), ranks, loader.even_batches):
         for rank, parcel in enumerate(parcels):
             for batch, round_, _ in parcel:
                 if rank == 0:  # as each is handed out there
@@ -160,7 +160,7 @@ kinds = given(
     even=st.booleans(),
     dispatch=st.booleans(),
     split_batches=st.booleans(),
-    sparing=st.booleans(),
+    pad_empty_ranks_only=st.booleans(),
     stop=st.floats(0, 1),
     other=st.integers(1, 4),
 )

@@ -390,7 +390,7 @@ from lockstep.cli import bundle, env
 from lockstep.doctor import run
 
 run_checks, collect, seen = run.run_checks, env.collect, []
-run.run_checks = lambda situation: (seen.append("torch" in sys.modules), run_checks(situation, run.CHECKS[:2]))[1]
+run.run_checks = lambda context: (seen.append("torch" in sys.modules), run_checks(context, run.CHECKS[:2]))[1]
 env.collect = lambda: (seen.append(len(seen)), {"versions": {"lockstep": env.Fact(value="1")}})[1]
 sys.argv = ["lockstep", "bundle", "--output", "a.zip"]
 from lockstep.cli import main

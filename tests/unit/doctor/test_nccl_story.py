@@ -312,7 +312,7 @@ def test_nothing_in_a_log_can_break_the_reading(lines: list[str], chance: random
             raw = chance.choice([raw[:at], raw[at:] + raw, raw[:at] + b"\0\xff" + raw[at:]])
         taking.add("a.log", number, raw)
     story = taking.summarize()
-    reading = Reading(logs=("a.log",), story=story, findings=findings(story))
+    reading = Reading(logs=("a.log",), summary=story, findings=findings(story))
     json.dumps([finding.plain() for finding in reading.findings])
     assert list(report.lines(reading, 80))
 

@@ -123,18 +123,18 @@ def test_gpus_are_counted_where_slurm_does(variables: dict[str, str], gpus: int 
 
 def test_agents_work_out_the_same_port() -> None:
     other = {**TASK, "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURMD_NODENAME": "node0"}
-    ports = {slurm.meeting_port(found(environ)) for environ in (TASK, other)}
+    ports = {slurm.rendezvous_port(found(environ)) for environ in (TASK, other)}
     assert len(ports) == 1
-    assert slurm.meeting_port(found({**TASK, "SLURM_STEP_ID": "1"})) not in ports
-    assert slurm.meeting_port(found({**TASK, "SLURM_JOB_ID": "4"})) not in ports
+    assert slurm.rendezvous_port(found({**TASK, "SLURM_STEP_ID": "1"})) not in ports
+    assert slurm.rendezvous_port(found({**TASK, "SLURM_JOB_ID": "4"})) not in ports
 
 
 def test_a_port_in_use_is_passed_over_where_that_can_be_seen() -> None:
-    port = slurm.meeting_port(found(BATCH))
+    port = slurm.rendezvous_port(found(BATCH))
     with socket.socket() as taken:
         taken.bind(("", port))
         taken.listen()
-        again = slurm.meeting_port(found(BATCH))
+        again = slurm.rendezvous_port(found(BATCH))
         assert again != port
         assert 20000 <= again < 30000
 

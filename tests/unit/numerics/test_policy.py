@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from lockstep import Accelerator, ConfigError, GradScalerKwargs, NumericsError
-from lockstep.numerics.async_check import Late
+from lockstep.numerics.async_check import AsyncCheck
 from lockstep.numerics.policy import gradient_screen
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -251,7 +251,7 @@ def test_copies_and_pickles_carry_nothing_of_it() -> None:
 def unread(policy: str, steps: list[str], **options: Any) -> tuple[nn.Module, list[bool]]:
     """The way of accelerators, where no loss is read at once; what it does runs on the CPU as well."""
     accelerator = Accelerator(nan_policy=policy, **options)
-    accelerator._watch._late = Late(torch.device("cpu"))
+    accelerator._watch._late = AsyncCheck(torch.device("cpu"))
     model = nn.Linear(1, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     skipped = []
@@ -335,7 +335,7 @@ def test_sums_that_overflow_are_no_bad_gradient() -> None:
 
 
 def test_late_numbers_are_given_once_with_what_belongs_to_them() -> None:
-    late = Late(torch.device("cpu"))
+    late = AsyncCheck(torch.device("cpu"))
     assert list(late.ready()) == []
     late.put("the loss", torch.tensor(1.0), "a", ())
     late.put("the loss", torch.tensor([math.nan, 1.0]), "b", ())

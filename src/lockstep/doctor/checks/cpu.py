@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from lockstep.doctor.context import Situation
+from lockstep.doctor.context import DoctorContext
 from lockstep.doctor.finding import Finding
 from lockstep.host import cgroups
 from lockstep.host.hardware import usable_cores
 
 
-def cores(situation: Situation) -> Finding:
+def cores(context: DoctorContext) -> Finding:
     """Whether there is a core for each rank."""
     present = os.cpu_count() or 1
     tied = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else present
@@ -23,12 +23,12 @@ def cores(situation: Situation) -> Finding:
     if share is not None and share < tied:
         reasons.append(f"the control group allows the time of {share:g}")
     said = f"{usable} usable ({', '.join(reasons)})"
-    if usable >= situation.processes:
+    if usable >= context.processes:
         return Finding(check="cores", status="ok", what=said, data=data)
     return Finding(
         check="cores",
         status="warning",
-        what=f"{said} for {situation.processes} processes",
+        what=f"{said} for {context.processes} processes",
         why="ranks that share a core take turns, and all wait for the last one",
         fix="ask for more (--cpus-per-task in SLURM, --cpus in docker), lift the tie (mpirun --bind-to none), or start "
         "fewer processes",
@@ -42,36 +42,36 @@ def requested_threads(environ: Mapping[str, str]) -> int | None:
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def threads(situation: Situation) -> Finding:
+def threads(context: DoctorContext) -> Finding:
     """Whether the threads of all ranks together fit the cores."""
     usable = usable_cores()
-    text = situation.environ.get("OMP_NUM_THREADS", "")
-    each = requested_threads(situation.environ)
-    data = {"OMP_NUM_THREADS": each, "cores": usable, "processes": situation.processes}
+    text = context.environ.get("OMP_NUM_THREADS", "")
+    each = requested_threads(context.environ)
+    data = {"OMP_NUM_THREADS": each, "cores": usable, "processes": context.processes}
     if text and each is None:
         return Finding(
             check="threads",
             status="error",
             what=f"OMP_NUM_THREADS={text!r} is not a number of threads",
             why="each library reads it in its own way, and mostly ignores it",
-            fix=f"export OMP_NUM_THREADS={max(1, usable // situation.processes)}",
+            fix=f"export OMP_NUM_THREADS={max(1, usable // context.processes)}",
             data=data,
         )
     if each is None:
-        if situation.processes == 1:
+        if context.processes == 1:
             what = f"OMP_NUM_THREADS is not set: torch takes all {usable} cores, and launchers set it for their ranks"
             return Finding(check="threads", status="ok", what=what, data=data)
         each = usable
-    together = each * situation.processes
-    ranks = f"{situation.processes} process{'es' if situation.processes > 1 else ''}"
+    together = each * context.processes
+    ranks = f"{context.processes} process{'es' if context.processes > 1 else ''}"
     said = f"{ranks} of {each} thread{'s' if each > 1 else ''} on {usable} cores"
-    if together <= max(usable, situation.processes):
+    if together <= max(usable, context.processes):
         return Finding(check="threads", status="ok", what=said, data=data)
     return Finding(
         check="threads",
         status="warning",
         what=said,
         why="more threads than cores get in each other's way; several times as slow is common",
-        fix=f"export OMP_NUM_THREADS={max(1, usable // situation.processes)}",
+        fix=f"export OMP_NUM_THREADS={max(1, usable // context.processes)}",
         data=data,
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.doctor.checks.memory import gib
-from lockstep.doctor.context import Situation
+from lockstep.doctor.context import DoctorContext
 from lockstep.doctor.finding import Finding
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -37,14 +37,14 @@ _HARMFUL = {0x8: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot
 """Bits of NVML's throttle reasons that mean trouble; the others say idle, or a power limit that was chosen."""
 
 
-def by_torch(situation: Situation) -> Iterator[Finding]:
+def by_torch(context: DoctorContext) -> Iterator[Finding]:
     """All that torch knows, in one process: importing it takes longer than the rest."""
-    yield versions(situation)
-    yield alike(situation)
-    yield reach(situation)
+    yield versions(context)
+    yield alike(context)
+    yield reach(context)
 
 
-def versions(situation: Situation) -> Finding:
+def versions(context: DoctorContext) -> Finding:
     """Driver, CUDA or ROCm, NCCL; and torch's reason where it cannot use what is there."""
     import torch
 
@@ -79,7 +79,7 @@ def versions(situation: Situation) -> Finding:
     return Finding(check="accelerators", status="ok", what=", ".join(words), data=data)
 
 
-def alike(situation: Situation) -> Finding:
+def alike(context: DoctorContext) -> Finding:
     """The model and memory of each: the slowest and the smallest decide for all."""
     import torch
 
@@ -110,7 +110,7 @@ def judge_models(found: Sequence[tuple[str, int]]) -> Finding:
     )
 
 
-def reach(situation: Situation) -> Finding:
+def reach(context: DoctorContext) -> Finding:
     """Whether each GPU can read the other's memory directly."""
     import torch
 
@@ -133,7 +133,7 @@ def reach(situation: Situation) -> Finding:
     )
 
 
-def health(situation: Situation) -> Finding:
+def health(context: DoctorContext) -> Finding:
     """Memory errors and throttling, where ``nvidia-smi`` is installed."""
     program = shutil.which("nvidia-smi")
     if program is None:

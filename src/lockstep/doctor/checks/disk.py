@@ -8,16 +8,16 @@ import tempfile
 from pathlib import Path
 
 from lockstep.doctor.checks.memory import gib
-from lockstep.doctor.context import Situation
+from lockstep.doctor.context import DoctorContext
 from lockstep.doctor.finding import Finding
 
 _LITTLE = 5 << 30
 _NOTHING = 200 << 20
 
 
-def room(situation: Situation) -> Finding:
+def room(context: DoctorContext) -> Finding:
     """Free space and inodes where checkpoints go, and whether anything can be written there."""
-    folder = situation.folder.absolute()
+    folder = context.folder.absolute()
     there = _nearest(folder)
     usage, inodes = shutil.disk_usage(there), os.statvfs(there)
     data = {"folder": str(folder), "free": usage.free, "total": usage.total, "inodes": inodes.f_favail}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 
-from lockstep.doctor.context import Situation
+from lockstep.doctor.context import DoctorContext
 from lockstep.doctor.finding import Finding
 from lockstep.topology.kernel import old_kernel_warning
 
 
-def version(situation: Situation) -> Finding:
+def version(context: DoctorContext) -> Finding:
     """At least 5.5, where processes do not hang."""
     system, release = platform.system(), platform.release()
     seen = f"{system} {release}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 
-from lockstep.doctor.context import Situation
+from lockstep.doctor.context import DoctorContext
 from lockstep.doctor.finding import Finding
 from lockstep.host import cgroups
 
@@ -14,7 +14,7 @@ _ENOUGH = 1 << 30
 _EACH = 1 << 30
 
 
-def shared(situation: Situation) -> Finding:
+def shared(context: DoctorContext) -> Finding:
     """Room in /dev/shm: batches of loader workers go through it, and NCCL's buffers; containers often get 64 MB."""
     if not os.path.isdir(SHARED):
         return Finding(
@@ -40,7 +40,7 @@ def shared(situation: Situation) -> Finding:
     )
 
 
-def allowed(situation: Situation) -> Finding:
+def allowed(context: DoctorContext) -> Finding:
     """The memory limit of the control groups: what is above it is killed without a word."""
     import psutil
 
@@ -50,12 +50,12 @@ def allowed(situation: Situation) -> Finding:
     said = f"{gib(memory.available)} available of {gib(memory.total)}"
     said += f"; the control group allows {gib(limit)}" if limited and limit else "; no control group limits it"
     usable = min(limit or memory.total, memory.available)
-    if usable >= _EACH * situation.processes:
+    if usable >= _EACH * context.processes:
         return Finding(check="memory", status="ok", what=said, data=data)
     return Finding(
         check="memory",
         status="warning",
-        what=f"{said}, for {situation.processes} process{'es' if situation.processes > 1 else ''}",
+        what=f"{said}, for {context.processes} process{'es' if context.processes > 1 else ''}",
         why="torch alone takes about half a GiB in each; what goes above the limit is killed by the kernel (signal 9), "
         "without a message of its own",
         fix="ask for more (--mem in SLURM, --memory in docker, resources.limits in Kubernetes), or end what uses it",

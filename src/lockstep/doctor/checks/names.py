@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import socket
 
-from lockstep.doctor.context import Situation
+from lockstep.doctor.context import DoctorContext
 from lockstep.doctor.finding import Finding
 from lockstep.host import interfaces
 
 
-def own(situation: Situation) -> Finding:
+def own(context: DoctorContext) -> Finding:
     """The host name must resolve to an address that other machines can reach: gloo tells it to them."""
     name = socket.gethostname()
     present = interfaces.read()
     found = interfaces.resolve(name)
     data = {"name": name, "addresses": found}
     out = interfaces.likely(present)
-    several = situation.machines > 1
-    told = situation.environ.get("GLOO_SOCKET_IFNAME")
+    several = context.machines > 1
+    told = context.environ.get("GLOO_SOCKET_IFNAME")
     if not found:
         return Finding(
             check="host name",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lockstep.doctor.context import Situation
+from lockstep.doctor.context import DoctorContext
 from lockstep.doctor.finding import Finding
 from lockstep.errors import ConfigError
 from lockstep.host import interfaces
@@ -12,27 +12,27 @@ from lockstep.host.interfaces import Interface, InterfaceChoice
 from lockstep.host.network import route_to
 
 
-def chosen(situation: Situation) -> Iterator[Finding]:
+def chosen(context: DoctorContext) -> Iterator[Finding]:
     """What gloo takes, and NCCL, each beside what the route to the main address says."""
     present = interfaces.read()
     route = None
-    if situation.main_address is not None:
+    if context.main_address is not None:
         try:
-            route = route_to(situation.main_address, 0)[1]
+            route = route_to(context.main_address, 0)[1]
         except ConfigError as error:
             yield Finding(
                 check="route",
                 status="error",
                 what=str(error),
                 why="this machine cannot meet the others",
-                data={"main_address": situation.main_address},
+                data={"main_address": context.main_address},
             )
-    right = interfaces.likely(present, None if route == "lo" and situation.machines > 1 else route)
+    right = interfaces.likely(present, None if route == "lo" and context.machines > 1 else route)
     for library, choice in (
-        ("gloo", interfaces.for_gloo(situation.environ, present)),
-        ("NCCL", interfaces.for_nccl(situation.environ, present)),
+        ("gloo", interfaces.for_gloo(context.environ, present)),
+        ("NCCL", interfaces.for_nccl(context.environ, present)),
     ):
-        yield _one(library, choice, right, present, situation, by_route=route is not None)
+        yield _one(library, choice, right, present, context, by_route=route is not None)
 
 
 def _one(
@@ -40,7 +40,7 @@ def _one(
     choice: InterfaceChoice,
     right: Interface | None,
     present: list[Interface],
-    situation: Situation,
+    context: DoctorContext,
     *,
     by_route: bool,
 ) -> Finding:
@@ -62,7 +62,7 @@ def _one(
             data=data,
         )
     said = f"{choice.interface or 'none'} ({choice.address}): {choice.reason}"
-    if right is None or choice.interface == right.name or situation.machines == 1:
+    if right is None or choice.interface == right.name or context.machines == 1:
         other = right is not None and right.leads_out and choice.interface != right.name
         rest = f"; {right.name} leads to other machines" if other and right is not None else ""
         return Finding(check=check, status="ok", what=said + rest, data=data)
@@ -79,7 +79,7 @@ def _one(
     )
 
 
-def ipv6(situation: Situation) -> Finding:
+def ipv6(context: DoctorContext) -> Finding:
     """Whether a host has addresses of both kinds, of which one may lead nowhere."""
     present = interfaces.read()
     six = {each.name: [number for number in each.addresses if ":" in number] for each in present if each.leads_out}
@@ -87,7 +87,7 @@ def ipv6(situation: Situation) -> Finding:
     data = {"ipv6": six, "ipv4": four}
     has_six, has_four = any(six.values()), any(four.values())
     if has_six and not has_four:
-        told = situation.environ.get("NCCL_SOCKET_FAMILY")
+        told = context.environ.get("NCCL_SOCKET_FAMILY")
         what = "this machine has IPv6 addresses only"
         if told == "AF_INET":
             return Finding(
@@ -99,7 +99,7 @@ def ipv6(situation: Situation) -> Finding:
                 data=data,
             )
         return Finding(check="IPv6", status="ok", what=f"{what}; write them in brackets: [address]:port", data=data)
-    if has_six and situation.environ.get("NCCL_SOCKET_FAMILY") is None:
+    if has_six and context.environ.get("NCCL_SOCKET_FAMILY") is None:
         what = "addresses of both kinds; IPv4 is taken first (NCCL_SOCKET_FAMILY=AF_INET makes NCCL sure of it)"
         return Finding(check="IPv6", status="ok", what=what, data=data)
     return Finding(check="IPv6", status="ok", what="IPv4 only" if not has_six else "addresses of both kinds", data=data)

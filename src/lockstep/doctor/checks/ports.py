@@ -7,7 +7,7 @@ import threading
 from contextlib import closing, suppress
 from typing import Any
 
-from lockstep.doctor.context import Situation
+from lockstep.doctor.context import DoctorContext
 from lockstep.doctor.finding import Finding
 from lockstep.host import interfaces
 from lockstep.host.hardware import is_free, next_free
@@ -16,11 +16,11 @@ from lockstep.host.network import REFUSED, knock
 _CONNECT = 3.0
 
 
-def main_port(situation: Situation) -> Finding:
+def main_port(context: DoctorContext) -> Finding:
     """On the main machine the port has to be free; from the others it has to be reachable."""
-    port, address = situation.main_port, situation.main_address
+    port, address = context.main_port, context.main_address
     data: dict[str, Any] = {"address": address, "port": port}
-    if situation.launched and port:
+    if context.launched and port:
         return _reachable(address or "127.0.0.1", port, data)
     if address is not None and not interfaces.resolve(address):
         return Finding(check="main port", status="skipped", what=f"{address} resolves to no address", data=data)
@@ -73,7 +73,7 @@ def _user(port: int) -> str:
     return ""
 
 
-def firewall(situation: Situation) -> Finding:
+def firewall(context: DoctorContext) -> Finding:
     """Whether a connection to this machine's own outward address comes through, on a port that the system picks.
 
     Between machines it is tried each way by `lockstep doctor` under a launcher, and by `lockstep doctor net`.

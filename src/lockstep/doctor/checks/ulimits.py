@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.doctor.context import Situation
+from lockstep.doctor.context import DoctorContext
 from lockstep.doctor.finding import Finding
 
 _FILES = 4096
@@ -16,7 +16,7 @@ _SPARE = 500
 """Threads and processes that a small job needs beyond what already runs."""
 
 
-def all_of_them(situation: Situation) -> Iterator[Finding]:
+def all_of_them(context: DoctorContext) -> Iterator[Finding]:
     """One finding for each limit."""
     yield _files()
     yield _locked()

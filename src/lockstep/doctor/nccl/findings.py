@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.doctor.finding import Finding, Status
 from lockstep.doctor.nccl import watchdog_state
-from lockstep.doctor.nccl.log_summary import Communicator, Problem, Story
+from lockstep.doctor.nccl.log_summary import Communicator, LogSummary, Problem
 from lockstep.rundir.format_ranks import name_ranks, number_ranks
 
 _NOT_SHARED = ("lo", "docker", "veth", "virbr", "cni", "br-")
@@ -28,29 +28,29 @@ _UNKNOWN = "not known to this doctor: shown as it was written, not guessed"
 _FEW = 6
 
 
-def findings(story: Story) -> list[Finding]:
+def findings(summary: LogSummary) -> list[Finding]:
     """Everything that the logs say."""
     return [
-        *_versions(story),
-        *_ranks(story),
-        *_interface(story),
-        *_transports(story),
-        *_shape(story),
-        *_settings(story),
-        *watchdog_state.findings(story.waiting, story.seen),
-        *_problems(story),
+        *_versions(summary),
+        *_ranks(summary),
+        *_interface(summary),
+        *_transports(summary),
+        *_shape(summary),
+        *_settings(summary),
+        *watchdog_state.findings(summary.waiting, summary.seen),
+        *_problems(summary),
     ]
 
 
-def _versions(story: Story) -> Iterator[Finding]:
-    if not story.versions:
+def _versions(summary: LogSummary) -> Iterator[Finding]:
+    if not summary.versions:
         return
-    data = {version: _plain(who) for version, who in sorted(story.versions.items())}
-    drivers = f"; the driver supports CUDA {', '.join(sorted(story.drivers))}" if story.drivers else ""
-    if len(story.versions) == 1:
+    data = {version: _plain(who) for version, who in sorted(summary.versions.items())}
+    drivers = f"; the driver supports CUDA {', '.join(sorted(summary.drivers))}" if summary.drivers else ""
+    if len(summary.versions) == 1:
         yield Finding(check="nccl version", status="ok", what=next(iter(data)) + drivers, data={"versions": data})
         return
-    shares = "; ".join(f"{version} on {_members(who)}" for version, who in sorted(story.versions.items()))
+    shares = "; ".join(f"{version} on {_members(who)}" for version, who in sorted(summary.versions.items()))
     yield Finding(
         check="nccl version",
         status="error",
@@ -61,8 +61,8 @@ def _versions(story: Story) -> Iterator[Finding]:
     )
 
 
-def _ranks(story: Story) -> Iterator[Finding]:
-    world = story.world
+def _ranks(summary: LogSummary) -> Iterator[Finding]:
+    world = summary.world
     if world is None or not world.ranks:
         return
     machines = len(set(world.hosts.values()))
@@ -71,9 +71,9 @@ def _ranks(story: Story) -> Iterator[Finding]:
         "machines": _by_machine(world),
         "began": sorted(world.began),
         "complete": sorted(world.complete),
-        "groups": [group.ranks for group in story.communicators],
+        "groups": [group.ranks for group in summary.communicators],
     }
-    more = len(story.communicators) - 1
+    more = len(summary.communicators) - 1
     others = f"; {more} smaller group{'s' if more > 1 else ''} besides" if more else ""
     stuck = world.began - world.complete
     unseen = set(range(world.ranks)) - world.began
@@ -82,7 +82,7 @@ def _ranks(story: Story) -> Iterator[Finding]:
     if stuck:
         yield Finding(
             check="nccl start",
-            status="error" if world.complete or story.failed else "warning",
+            status="error" if world.complete or summary.failed else "warning",
             what=f"{name_ranks(stuck, _FEW)} of {world.ranks} began to join the group and did not finish{others}",
             why="the group exists only when all of its ranks have joined: the others wait for them",
             fix="Look at the problems below, and at the logs of these ranks and of the ones that are missing.",
@@ -104,16 +104,16 @@ def _ranks(story: Story) -> Iterator[Finding]:
     yield Finding(check="nccl start", status="ok", what=f"all {world.ranks} ranks have joined{on}{others}", data=data)
 
 
-def _interface(story: Story) -> Iterator[Finding]:
-    if not story.interfaces and not story.networks:
+def _interface(summary: LogSummary) -> Iterator[Finding]:
+    if not summary.interfaces and not summary.networks:
         return
     names: dict[str, set[str]] = {}
-    for host, found in story.interfaces.items():
+    for host, found in summary.interfaces.items():
         for interface in found:
             names.setdefault(interface.split(" ")[0], set()).add(host)
     chosen = ", ".join(f"{name} ({len(hosts)} machine{'s' if len(hosts) > 1 else ''})" for name, hosts in names.items())
-    network = " and ".join(sorted(story.networks))
-    ports = {card for cards in story.cards.values() for card in cards}
+    network = " and ".join(sorted(summary.networks))
+    ports = {card for cards in summary.cards.values() for card in cards}
     what = "; ".join(
         part
         for part in (
@@ -124,12 +124,12 @@ def _interface(story: Story) -> Iterator[Finding]:
         if part
     )
     data = {
-        "interfaces": {host: sorted(found) for host, found in sorted(story.interfaces.items())},
-        "network": sorted(story.networks),
-        "ports": {host: sorted(found) for host, found in sorted(story.cards.items())},
+        "interfaces": {host: sorted(found) for host, found in sorted(summary.interfaces.items())},
+        "network": sorted(summary.networks),
+        "ports": {host: sorted(found) for host, found in sorted(summary.cards.items())},
     }
     wrong = [name for name in names if name.startswith(_NOT_SHARED)]
-    if wrong and len(story.interfaces) > 1:
+    if wrong and len(summary.interfaces) > 1:
         yield Finding(
             check="nccl interface",
             status="warning",
@@ -142,8 +142,8 @@ def _interface(story: Story) -> Iterator[Finding]:
     yield Finding(check="nccl interface", status="ok", what=what or "not named", data=data)
 
 
-def _transports(story: Story) -> Iterator[Finding]:
-    world = story.world
+def _transports(summary: LogSummary) -> Iterator[Finding]:
+    world = summary.world
     if world is None or not world.pairs:
         return
     by_kind: dict[str, list[tuple[int, int]]] = {}
@@ -173,8 +173,8 @@ def _transports(story: Story) -> Iterator[Finding]:
     yield Finding(check="nccl transports", status="ok", what=what, data=data)
 
 
-def _shape(story: Story) -> Iterator[Finding]:
-    world = story.world
+def _shape(summary: LogSummary) -> Iterator[Finding]:
+    world = summary.world
     if world is None or not (world.rings or world.trees or world.channels):
         return
     parts = []
@@ -203,16 +203,18 @@ def _shape(story: Story) -> Iterator[Finding]:
     )
 
 
-def _settings(story: Story) -> Iterator[Finding]:
-    if not story.settings:
+def _settings(summary: LogSummary) -> Iterator[Finding]:
+    if not summary.settings:
         return
     data = {
         name: {value: _plain(who) for value, who in sorted(values.items())}
-        for name, values in sorted(story.settings.items())
+        for name, values in sorted(summary.settings.items())
     }
-    uneven = sorted(name for name, values in story.settings.items() if len(values) > 1 and not name.endswith("IFNAME"))
-    crutches = [name for name in sorted(story.settings) if name in _CRUTCHES and set(story.settings[name]) != {"0"}]
-    shown = ", ".join(f"{name}={'|'.join(sorted(values))}" for name, values in sorted(story.settings.items()))
+    uneven = sorted(
+        name for name, values in summary.settings.items() if len(values) > 1 and not name.endswith("IFNAME")
+    )
+    crutches = [name for name in sorted(summary.settings) if name in _CRUTCHES and set(summary.settings[name]) != {"0"}]
+    shown = ", ".join(f"{name}={'|'.join(sorted(values))}" for name, values in sorted(summary.settings.items()))
     if uneven:
         yield Finding(
             check="nccl settings",
@@ -238,16 +240,16 @@ def _settings(story: Story) -> Iterator[Finding]:
 # ---------------------------------------------------------------- what went wrong
 
 
-def _problems(story: Story) -> Iterator[Finding]:
+def _problems(summary: LogSummary) -> Iterator[Finding]:
     """One finding for each kind of trouble, the likeliest cause first."""
     kinds: dict[Any, list[Problem]] = {}
-    for problem in story.problems:
+    for problem in summary.problems:
         key = problem.entry.id if problem.entry is not None else (problem.log, problem.line)
         kinds.setdefault(key, []).append(problem)
     errors = 0
     for found in kinds.values():
         entry = found[0].entry
-        status = _status(found[0], story)
+        status = _status(found[0], summary)
         first = errors == 0 and status == "error"
         errors += status == "error"
         check = "nccl first error" if first else f"nccl {status}" if status in ("error", "warning") else "nccl note"
@@ -269,7 +271,7 @@ def _problems(story: Story) -> Iterator[Finding]:
                 "count": sum(problem.count for problem in found),
             },
         )
-    if not kinds and story.failed:
+    if not kinds and summary.failed:
         yield Finding(
             check="nccl first error",
             status="error",
@@ -278,20 +280,20 @@ def _problems(story: Story) -> Iterator[Finding]:
             fix="Start again with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=ALL, and give this command the new logs.",
             data={"id": None, "source": "https://github.com/NVIDIA/nccl/issues/1099"},
         )
-    if story.dropped:
+    if summary.dropped:
         yield Finding(
             check="nccl note",
             status="warning",
-            what=f"{story.dropped} more facts and problems were read than are kept",
+            what=f"{summary.dropped} more facts and problems were read than are kept",
             why="what is shown is the part that came first in the logs",
             fix="Name fewer logs at a time.",
         )
 
 
-def _status(problem: Problem, story: Story) -> Status:
+def _status(problem: Problem, summary: LogSummary) -> Status:
     if problem.entry is None:
         # NCCL warns of trifles too: what nothing is known about is an error only where something did fail.
-        return "error" if story.failed else "warning"
+        return "error" if summary.failed else "warning"
     return {"error": "error", "warning": "warning"}.get(problem.entry.level, "ok")  # type: ignore[return-value]
 
 
@@ -339,13 +341,13 @@ def _pairs(pairs: list[tuple[int, int]]) -> str:
     return text + (f", … ({len(both)} in all)" if len(both) > _FEW * 2 else "")
 
 
-def plain(story: Story) -> dict[str, Any]:
+def plain(summary: LogSummary) -> dict[str, Any]:
     """The story for programs, without what the findings have already."""
-    groups: list[Communicator] = story.communicators
+    groups: list[Communicator] = summary.communicators
     return {
-        "lines": story.lines,
-        "processes": story.processes,
-        "ranks": story.world.ranks if story.world is not None else None,
+        "lines": summary.lines,
+        "processes": summary.processes,
+        "ranks": summary.world.ranks if summary.world is not None else None,
         "groups": [{"ranks": group.ranks, "joined": number_ranks(group.complete)} for group in groups],
-        "failed": story.failed,
+        "failed": summary.failed,
     }

@@ -54,7 +54,7 @@ def run(words: Sequence[str], environ: Mapping[str, str], output: TextIO | None 
     reading = read([str(file) for file in (*written, *printed)]) if written or printed else read([])
     if not any(file.stat().st_size for file in written):
         kept = [finding for finding in reading.findings if finding.check != "log"]
-        reading = Reading(logs=reading.logs, story=reading.story, findings=[silent(code), *kept])
+        reading = Reading(logs=reading.logs, summary=reading.summary, findings=[silent(code), *kept])
     return Ran(code=code, directory=directory.path, reading=reading)
 
 

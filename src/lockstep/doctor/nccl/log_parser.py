@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from lockstep.doctor.nccl import message
 from lockstep.doctor.nccl.knowledge import Knowledge, LogPattern
-from lockstep.doctor.nccl.log_summary import FOLLOWS, Communicator, Problem, Story
+from lockstep.doctor.nccl.log_summary import FOLLOWS, Communicator, LogSummary, Problem
 from lockstep.doctor.nccl.message import Message
 from lockstep.doctor.nccl.watchdog_state import Waiting
 
@@ -60,7 +60,7 @@ class LogParser:
 
     def __init__(self, knowledge: Knowledge) -> None:
         self._knowledge = knowledge
-        self._story = Story()
+        self._summary = LogSummary()
         self._communicators: dict[str, Communicator] = {}
         self._joining: dict[tuple[str, int, int], Communicator] = {}
         """The group that a thread is joining, or joined last."""
@@ -82,26 +82,26 @@ class LogParser:
         for part in raw.split(b"\r") if b"\r" in raw else (raw,):
             _, _, text = part.partition(_INFO)
             if text and not text.startswith(_TOLD) and not _NOTED.search(text):
-                self._story.lines += 1  # most lines of a long log: each collective, when all is logged
+                self._summary.lines += 1  # most lines of a long log: each collective, when all is logged
             else:
                 self._take(log, number, message.parse(part))
 
-    def summarize(self) -> Story:
+    def summarize(self) -> LogSummary:
         """The story so far."""
-        story = self._story
+        summary = self._summary
         for group in self._early.values():
             self._merge(self._group("", group.ranks), group)
         self._early.clear()
-        story.communicators = sorted(self._communicators.values(), key=lambda group: -group.ranks)
-        story.processes = len({(host, pid) for host, pid, _ in self._ranks})
+        summary.communicators = sorted(self._communicators.values(), key=lambda group: -group.ranks)
+        summary.processes = len({(host, pid) for host, pid, _ in self._ranks})
         for kind, value, who in self._facts:
-            place = story.versions.setdefault(value, set()) if kind == "version" else self._setting(kind, value)
+            place = summary.versions.setdefault(value, set()) if kind == "version" else self._setting(kind, value)
             place.add(self._named(who))
-        story.waiting = self._waiting
-        if story.world is not None and story.world.ranks <= _MOST_PROCESSES:
-            story.seen.update(range(story.world.ranks))
-        story.problems = _ordered([self._problem(key, kept) for key, kept in self._seen.items()])
-        return story
+        summary.waiting = self._waiting
+        if summary.world is not None and summary.world.ranks <= _MOST_PROCESSES:
+            summary.seen.update(range(summary.world.ranks))
+        summary.problems = _ordered([self._problem(key, kept) for key, kept in self._seen.items()])
+        return summary
 
     # ---------------------------------------------------------------- lines
 
@@ -109,7 +109,7 @@ class LogParser:
         last_error, self._last_error = self._last_error, said.whole.rstrip().endswith("Last error:")
         who = (said.host, said.pid, said.device)
         if said.level:
-            self._story.lines += 1
+            self._summary.lines += 1
             if who not in self._ranks and len(self._ranks) < _MOST_PROCESSES:
                 self._ranks[who] = (0, -1)
         if said.level == "INFO":
@@ -121,7 +121,7 @@ class LogParser:
             if found := _VERSION.search(said.text):
                 self._fact("version", found["version"], who)
                 if not said.level:
-                    self._story.lines += 1
+                    self._summary.lines += 1
             entry = self._knowledge.find(said.whole)
             if not said.level:
                 self._watch(log, said)
@@ -134,8 +134,8 @@ class LogParser:
         """What torch's watchdog says of how far this rank has come."""
         rank = _rank_in(log, said)
         if rank is not None:
-            if len(self._story.seen) < _MOST_PROCESSES:
-                self._story.seen.add(rank)
+            if len(self._summary.seen) < _MOST_PROCESSES:
+                self._summary.seen.add(rank)
             self._waiting.read(said.whole, rank)
 
     def _inform(self, said: Message, who: Who) -> None:
@@ -153,7 +153,7 @@ class LogParser:
                 group = self._current(said, who)
                 group.channels = (int(found["coll"]), int(found["p2p"]))
         elif _TRACE.match(said.text):
-            self._story.failed = True
+            self._summary.failed = True
 
     def _version(self, said: Message, who: Who) -> None:
         if found := _VERSION.search(said.text):
@@ -161,8 +161,8 @@ class LogParser:
 
     def _driver(self, said: Message, who: Who) -> None:
         number = said.text.rpartition(" ")[2]
-        if number.isdecimal() and len(number) < 8 and len(self._story.drivers) < 100:
-            self._story.drivers.add(f"{int(number) // 1000}.{int(number) % 1000 // 10}")
+        if number.isdecimal() and len(number) < 8 and len(self._summary.drivers) < 100:
+            self._summary.drivers.add(f"{int(number) // 1000}.{int(number) % 1000 // 10}")
 
     def _read_bootstrap(self, said: Message, who: Who) -> None:
         """Where it meets the others: `Bootstrap : Using`, `NET/Socket : Using`, `NET/IB : Using`."""
@@ -171,17 +171,17 @@ class LogParser:
             return
         if "NET/IB" in before:
             cards, _, names = names.partition("OOB ")
-            known = self._story.cards.setdefault(said.host, set())
+            known = self._summary.cards.setdefault(said.host, set())
             known.update(found["name"] for found in _CARD.finditer(cards) if len(known) < 100)
-        if len(self._story.interfaces) < _MOST_PROCESSES:
-            known = self._story.interfaces.setdefault(said.host, set())
+        if len(self._summary.interfaces) < _MOST_PROCESSES:
+            known = self._summary.interfaces.setdefault(said.host, set())
             for found in _INTERFACE.finditer(names):
                 if len(known) < 100:
                     known.add(f"{found['name']} {found['address']}")
 
     def _network(self, said: Message, who: Who) -> None:
-        if said.text.startswith("Using network ") and len(self._story.networks) < 100:
-            self._story.networks.add(said.text.removeprefix("Using network ").strip())
+        if said.text.startswith("Using network ") and len(self._summary.networks) < 100:
+            self._summary.networks.add(said.text.removeprefix("Using network ").strip())
 
     def _connect(self, said: Message, who: Who) -> None:
         if found := _VIA.match(said.text):
@@ -246,7 +246,7 @@ class LogParser:
         """The group of this id; logs of old versions have none, and are told apart by size only."""
         key = key or f"of {ranks}"
         if key not in self._communicators and len(self._communicators) >= _MOST_COMMUNICATORS:
-            self._story.dropped += 1
+            self._summary.dropped += 1
             return Communicator(ranks=ranks)
         return self._communicators.setdefault(key, Communicator(ranks=ranks))
 
@@ -257,13 +257,13 @@ class LogParser:
         if group is not None:
             return group
         if thread not in self._early and len(self._early) >= _MOST_PROCESSES:
-            self._story.dropped += 1
+            self._summary.dropped += 1
             return Communicator(ranks=0)
         return self._early.setdefault(thread, Communicator(ranks=0))
 
     def _pair(self, group: Communicator, pair: tuple[int, int], via: str) -> None:
         if pair not in group.pairs and len(group.pairs) >= _MOST_PAIRS:
-            self._story.dropped += 1
+            self._summary.dropped += 1
             return
         group.pairs[pair] = transport(via)
         exact = via[:60]
@@ -285,10 +285,10 @@ class LogParser:
         if fact in self._facts or len(self._facts) < _MOST_FACTS:
             self._facts[fact] = None
         else:
-            self._story.dropped += 1
+            self._summary.dropped += 1
 
     def _setting(self, name: str, value: str) -> set[int | str]:
-        known = self._story.settings
+        known = self._summary.settings
         if name not in known and len(known) >= _MOST_SETTINGS:
             return set()
         return known.setdefault(name, {}).setdefault(value, set())
@@ -303,7 +303,7 @@ class LogParser:
             return
         self._unknown += entry is None
         if len(self._seen) >= _MOST_PROBLEMS or (entry is None and self._unknown > _MOST_UNKNOWN):
-            self._story.dropped += 1
+            self._summary.dropped += 1
             return
         self._seen[(entry, text, writer)] = [log, number, said, who, 1]
 

@@ -67,7 +67,7 @@ class Communicator:
 
 
 @dataclass(kw_only=True)
-class Story:
+class LogSummary:
     """What was read."""
 
     versions: dict[str, set[int | str]] = field(default_factory=dict)

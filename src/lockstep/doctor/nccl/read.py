@@ -9,7 +9,7 @@ from lockstep.doctor.finding import Finding, Status, exit_code
 from lockstep.doctor.nccl import findings as log_findings
 from lockstep.doctor.nccl import knowledge
 from lockstep.doctor.nccl.log_parser import LogParser
-from lockstep.doctor.nccl.log_summary import Story
+from lockstep.doctor.nccl.log_summary import LogSummary
 from lockstep.doctor.nccl.message import HINTS
 from lockstep.doctor.nccl.reader import Log, Progress, UnreadableLog, logs_of
 
@@ -23,7 +23,7 @@ class Reading:
 
     logs: tuple[str, ...]
     """Those that were read."""
-    story: Story
+    summary: LogSummary
     """All of it together."""
     findings: list[Finding]
     """The same, as findings; what could not be read is among them."""
@@ -31,7 +31,7 @@ class Reading:
 
 def read(named: Sequence[str], watch: Watch | None = None, logs: Sequence[Log] = ()) -> Reading:
     """Read logs, those that are ``named`` and the given ones, and put their ranks' stories together."""
-    teller = LogParser(knowledge.load())
+    parser = LogParser(knowledge.load())
     findings: list[Finding] = []
     names: list[str] = []
     empty: list[str] = []
@@ -43,16 +43,16 @@ def read(named: Sequence[str], watch: Watch | None = None, logs: Sequence[Log] =
             findings.append(_unreadable(str(error)))
     for log in wanted:
         try:
-            _add(teller, log, watch(log) if watch is not None else None)
+            _add(parser, log, watch(log) if watch is not None else None)
             (empty if log.size() == 0 else names).append(log.name)
         except UnreadableLog as error:
             # A folder may hold other things than logs.
             findings.append(_unreadable(str(error), "error" if log.asked_for else "skipped"))
-    story = teller.summarize()
+    summary = parser.summarize()
     # Of a folder some files may well be empty: a rank that printed nothing.
     if empty and not names:
         findings.append(Finding(check="log", status="warning", what=f"{', '.join(empty[:6])}: nothing in it"))
-    elif (names or named) and not story.lines and not story.problems and not exit_code(findings):
+    elif (names or named) and not summary.lines and not summary.problems and not exit_code(findings):
         findings.append(
             Finding(
                 check="log",
@@ -63,12 +63,12 @@ def read(named: Sequence[str], watch: Watch | None = None, logs: Sequence[Log] =
                 fix="Start the job with NCCL_DEBUG=INFO, or from here: lockstep doctor nccl --run -- train.py",
             )
         )
-    return Reading(logs=tuple(names), story=story, findings=[*findings, *log_findings.findings(story)])
+    return Reading(logs=tuple(names), summary=summary, findings=[*findings, *log_findings.findings(summary)])
 
 
-def _add(teller: LogParser, log: Log, progress: Progress | None) -> None:
+def _add(parser: LogParser, log: Log, progress: Progress | None) -> None:
     for number, raw in log.lines(progress, HINTS):
-        teller.add(log.name, number, raw)
+        parser.add(log.name, number, raw)
 
 
 def _unreadable(text: str, status: Status = "error") -> Finding:

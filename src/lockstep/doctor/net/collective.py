@@ -35,15 +35,15 @@ class Collective:
     """The ranks that can all talk to each other, as one process group."""
 
     def __init__(
-        self, meeting: StoreChannel, ranks: Sequence[int], device: torch.device, backend: str, repeats: int = 5
+        self, channel: StoreChannel, ranks: Sequence[int], device: torch.device, backend: str, repeats: int = 5
     ) -> None:
-        self.meeting = meeting
+        self.channel = channel
         self.ranks = list(ranks)
         self.device = device
         self.backend = backend
         self.repeats = repeats
         self.size = len(self.ranks)
-        self.number = self.ranks.index(meeting.rank)
+        self.number = self.ranks.index(channel.rank)
         self.stuck = False
         """Whether something is still under way, so that the group cannot be taken down in order."""
 
@@ -54,7 +54,7 @@ class Collective:
                 torch.accelerator.set_device_index(self.device.index or 0)
             dist.init_process_group(
                 self.backend,
-                store=self.meeting.torch_store("group"),
+                store=self.channel.torch_store("group"),
                 rank=self.number,
                 world_size=self.size,
                 timeout=timedelta(seconds=LIMIT),
@@ -102,27 +102,27 @@ class Collective:
         """Why this size is left out, as the first rank says; all must do the same."""
         key = f"curve/{step}"
         mine = self._room(size)
-        self.meeting.send(f"{key}/room", mine)
+        self.channel.send(f"{key}/room", mine)
         if self.number == 0:
-            rooms = self.meeting.receive(f"{key}/room", LIMIT, of=self.ranks)
+            rooms = self.channel.receive(f"{key}/room", LIMIT, of=self.ranks)
             short = [rank for rank, has in rooms.items() if not has]
             text = ""
             if short:
                 text = f"rank {short[0]} has too little memory"
             elif last * 4 * (self.repeats + 1) > left:
                 text = "the time budget is used up"
-            self.meeting.send(f"{key}/go", text)
+            self.channel.send(f"{key}/go", text)
         return str(self._from_first(f"{key}/go"))
 
     def all_go_on(self, topic: str, mine: bool) -> bool:
         """Called on: the ranks of the group. What the first of them thinks: all must do the same."""
         if self.number == 0:
-            self.meeting.send(topic, mine)
+            self.channel.send(topic, mine)
         # It may be in the middle of something that takes long on a slow line.
         return bool(self._from_first(topic, 6 * LIMIT))
 
     def _from_first(self, topic: str, patience: float = LIMIT) -> Any:
-        heard = self.meeting.receive(topic, patience, of=[self.ranks[0]])
+        heard = self.channel.receive(topic, patience, of=[self.ranks[0]])
         if self.ranks[0] not in heard:
             self.stuck = True
             raise Stuck(f"rank {self.ranks[0]} was lost")
@@ -152,10 +152,10 @@ class Collective:
     def pair(self, pair: Pair, size: int) -> Link | None:
         """Called on: the ranks of the group. Send and receive on the devices between two of them."""
         a, b = pair
-        if self.meeting.rank not in pair:
+        if self.channel.rank not in pair:
             return None
-        other = self.ranks.index(b if self.meeting.rank == a else a)
-        first = self.meeting.rank == a
+        other = self.ranks.index(b if self.channel.rank == a else a)
+        first = self.channel.rank == a
         latency = self._there_and_back(torch.zeros(1, device=self.device), other, first, 10)
         seconds = self._there_and_back(torch.zeros(size // 4, device=self.device), other, first, 3)
         return Link(a=a, b=b, device_latency=latency / 2, device_rate=2 * size / seconds) if first else None

@@ -79,8 +79,8 @@ def examine(
     listener = Listener(facts.choose(topology, environ).address if topology.num_nodes == 1 else None)
     try:
         own = facts.introduce(topology, environ, listener, script=options.script)
-        meeting = StoreChannel.join(topology, own, options.patience, said or _silent, alarm or _unheard)
-        run = _NetRun(meeting, topology, options, speak, alarm)
+        channel = StoreChannel.join(topology, own, options.patience, said or _silent, alarm or _unheard)
+        run = _NetRun(channel, topology, options, speak, alarm)
         return run.whole(own, own_findings), topology.rank
     finally:
         listener.close()
@@ -112,13 +112,13 @@ class _NetRun:
 
     def __init__(
         self,
-        meeting: StoreChannel,
+        channel: StoreChannel,
         topology: Topology,
         options: NetOptions,
         said: Say,
         alarm: Callable[[list[Finding]], None] | None,
     ) -> None:
-        self.meeting = meeting
+        self.channel = channel
         self.topology = topology
         self.options = options
         self.said = said
@@ -128,13 +128,13 @@ class _NetRun:
     def whole(self, own: RankInfo, own_findings: Sequence[Finding] = ()) -> NetReport | None:
         """Called on: all ranks. All of it; the report on rank 0."""
         if own.local_rank == 0:
-            self.meeting.send("findings", [finding.plain() for finding in own_findings])
+            self.channel.send("findings", [finding.plain() for finding in own_findings])
         members = self._roll(own)
         own = members[own.rank]
         self.started = time.monotonic()
         hosts = {rank: member.host for rank, member in members.items()}
         count = len(set(hosts.values()))
-        self.said(f"{len(members)} of {self.meeting.world_size} ranks on {count} machine{'s' if count > 1 else ''}")
+        self.said(f"{len(members)} of {self.channel.world_size} ranks on {count} machine{'s' if count > 1 else ''}")
         pairs = schedule.fewer(hosts, list(combinations(sorted(hosts), 2)), MOST_PAIRS)
         peers = {rank for pair in pairs if own.rank in pair for rank in pair}
         tried, contacts, lines = self._connect(own, members, peers)
@@ -144,22 +144,22 @@ class _NetRun:
         broken |= self._broken_lines(found)
         outcome, group, device_links = self._collective(hosts, {(min(pair), max(pair)) for pair in broken})
         last = {"outcome": outcome.plain(), "links": [link.plain() for link in (*found, *device_links)]}
-        self.meeting.send("last words", last)
-        if self.meeting.rank == 0:
+        self.channel.send("last words", last)
+        if self.channel.rank == 0:
             return self._report(self._with_findings(members), tried, contacts, group)
         # Rank 0, which may host the store, leaves when it has heard this: nothing is asked of the store afterwards.
-        self.meeting.require_open()
+        self.channel.require_open()
         return None
 
     def _roll(self, own: RankInfo) -> dict[int, RankInfo]:
         """Called on: all ranks. Those who have come by the time that rank 0 stops waiting: the same on every rank."""
-        self.meeting.send("member", own.plain())
-        if self.meeting.rank == 0:
-            heard = self.meeting.receive("member", self.options.patience, said=self.said)
-            self.meeting.send("roll", sorted(heard))
+        self.channel.send("member", own.plain())
+        if self.channel.rank == 0:
+            heard = self.channel.receive("member", self.options.patience, said=self.said)
+            self.channel.send("roll", sorted(heard))
         else:
-            roll = self.meeting.receive("roll", self.options.patience + _SLACK, of=[0]).get(0)
-            self.meeting.require_open()
+            roll = self.channel.receive("roll", self.options.patience + _SLACK, of=[0]).get(0)
+            self.channel.require_open()
             if roll is None:
                 raise TopologyError(
                     f"Rank 0, which leads the examination, did not come within {self.options.patience:g} s. Look at "
@@ -170,15 +170,15 @@ class _NetRun:
                     f"Rank {own.rank} came after the others had stopped waiting for it ({self.options.patience:g} s). "
                     "Start it earlier, or let them wait longer with --patience S."
                 )
-            self.meeting.lose(set(range(self.meeting.world_size)) - set(roll))
-            heard = self.meeting.receive("member", _SLACK, of=roll)
-        self.meeting.require_open()
+            self.channel.lose(set(range(self.channel.world_size)) - set(roll))
+            heard = self.channel.receive("member", _SLACK, of=roll)
+        self.channel.require_open()
         return distinguish_hosts({rank: RankInfo.of(plain) for rank, plain in heard.items()})
 
     def _with_findings(self, members: Mapping[int, RankInfo]) -> dict[int, RankInfo]:
         """Called on: rank 0. What the checks of each machine have found, told by its first rank before it was met."""
         firsts = [rank for rank, member in members.items() if member.local_rank == 0]
-        told = self.meeting.receive("findings", links.CONNECT, of=firsts)
+        told = self.channel.receive("findings", links.CONNECT, of=firsts)
         return {rank: replace(member, findings=told.get(rank, ())) for rank, member in members.items()}
 
     def _connect(
@@ -190,17 +190,17 @@ class _NetRun:
         """
         self.said("connecting every rank to every other")
         contacts, lines = links.reach(own, members, keep)
-        self.meeting.send("contacts", [contact.plain() for contact in contacts])
-        if self.meeting.rank == 0:
+        self.channel.send("contacts", [contact.plain() for contact in contacts])
+        if self.channel.rank == 0:
             named = self._raise_alarm(members, contacts, set())  # what this rank has seen need not wait for the others
-            heard = self.meeting.receive("contacts", 10 * links.CONNECT, said=self.said)
+            heard = self.channel.receive("contacts", 10 * links.CONNECT, said=self.said)
             contacts = read_all(Contact, heard)
             ways = [[contact.source, contact.target] for contact in contacts]
-            self.meeting.send("connections", {"tried": sorted(heard), "failed": ways})
+            self.channel.send("connections", {"tried": sorted(heard), "failed": ways})
             self._raise_alarm(members, contacts, named)
             return sorted(heard), contacts, lines
-        told = self.meeting.receive("connections", 12 * links.CONNECT, of=[0]).get(0, {"tried": [], "failed": []})
-        self.meeting.lose(set(members) - set(told["tried"]))
+        told = self.channel.receive("connections", 12 * links.CONNECT, of=[0]).get(0, {"tried": [], "failed": []})
+        self.channel.lose(set(members) - set(told["tried"]))
         return told["tried"], [Contact(source=a, target=b, error="failed") for a, b in told["failed"]], lines
 
     def _raise_alarm(
@@ -226,13 +226,13 @@ class _NetRun:
         target = min(self.options.target, self.options.budget / 2 / max(1, len(order)) / 4)
         found = []
         for number, together in enumerate(order):
-            self.meeting.barrier(f"round/{number}", 4 * links.SILENCE)
+            self.channel.barrier(f"round/{number}", 4 * links.SILENCE)
             for pair in together:
-                if dialled[pair] != self.meeting.rank:
+                if dialled[pair] != self.channel.rank:
                     continue
-                peer = pair[0] if pair[1] == self.meeting.rank else pair[1]
+                peer = pair[0] if pair[1] == self.channel.rank else pair[1]
                 link = links.measure(
-                    lines.pop(peer), own=self.meeting.rank, peer=peer, pings=self.options.pings, target=target
+                    lines.pop(peer), own=self.channel.rank, peer=peer, pings=self.options.pings, target=target
                 )
                 found.append(link)
                 if link.error and self.alarm is not None:
@@ -246,25 +246,25 @@ class _NetRun:
     def _broken_lines(self, found: Sequence[Link]) -> set[Pair]:
         """Called on: all ranks. Lines that broke while they were measured: on rank 0 all, on the others their own."""
         own = [(link.a, link.b) for link in found if link.error]
-        self.meeting.send("broken lines", own)
-        if self.meeting.rank != 0:
+        self.channel.send("broken lines", own)
+        if self.channel.rank != 0:
             return set(own)
-        heard = self.meeting.receive("broken lines", 4 * links.SILENCE, said=self.said)
+        heard = self.channel.receive("broken lines", 4 * links.SILENCE, said=self.said)
         return {(a, b) for told in heard.values() for a, b in told}
 
     def _collective(self, hosts: Mapping[int, str], broken: Set[Pair]) -> tuple[RankResult, list[int], list[Link]]:
-        self.meeting.barrier("before collectives", 4 * links.SILENCE)
+        self.channel.barrier("before collectives", 4 * links.SILENCE)
         copy = None
         if self.topology.local_rank == 0 and self.options.rates:
             copy = collective.copy_rate()
-        self.meeting.barrier("copied", 4 * links.SILENCE)
+        self.channel.barrier("copied", 4 * links.SILENCE)
         group = self._group(hosts, broken)
-        outcome = RankResult(rank=self.meeting.rank, copy=copy)
-        if not self.options.rates or self.meeting.rank not in group or len(group) < 2:
+        outcome = RankResult(rank=self.channel.rank, copy=copy)
+        if not self.options.rates or self.channel.rank not in group or len(group) < 2:
             return outcome, group, []
         self.said(f"barrier and all_reduce on {len(group)} ranks")
         team = Collective(
-            self.meeting, group, self.topology.device, self.topology.backend or "gloo", 2 if self.options.quick else 5
+            self.channel, group, self.topology.device, self.topology.backend or "gloo", 2 if self.options.quick else 5
         )
         points: list[Point] = []
         found: list[Link] = []
@@ -288,12 +288,12 @@ class _NetRun:
 
     def _group(self, hosts: Mapping[int, str], broken: Set[Pair]) -> list[int]:
         """Called on: all ranks. The ranks that are still there and can all talk to each other, as rank 0 sees it."""
-        if self.meeting.rank == 0:
-            ranks = sorted(set(hosts) - set(self.meeting.missing))
+        if self.channel.rank == 0:
+            ranks = sorted(set(hosts) - set(self.channel.missing))
             number = {rank: place for place, rank in enumerate(ranks)}
             between = [(number[a], number[b]) for a, b in broken if a in number and b in number]
-            self.meeting.send("group", [ranks[place] for place in schedule.together(len(ranks), between)])
-        heard: dict[int, list[int]] = self.meeting.receive("group", 4 * links.SILENCE, of=[0])
+            self.channel.send("group", [ranks[place] for place in schedule.together(len(ranks), between)])
+        heard: dict[int, list[int]] = self.channel.receive("group", 4 * links.SILENCE, of=[0])
         return heard.get(0, [])
 
     def _device_pairs(self, team: Collective, hosts: Mapping[int, str]) -> list[Link]:
@@ -318,7 +318,7 @@ class _NetRun:
         contacts: Sequence[Contact],
         group: Sequence[int],
     ) -> NetReport:
-        heard = self.meeting.receive("last words", 2 * collective.LIMIT, said=self.said)
+        heard = self.channel.receive("last words", 2 * collective.LIMIT, said=self.said)
         outcomes = {rank: RankResult.of(words["outcome"]) for rank, words in heard.items()}
         told: list[Link] = read_all(Link, {rank: words["links"] for rank, words in heard.items()})
         for rank in sorted(set(members) - set(outcomes)):
@@ -326,7 +326,7 @@ class _NetRun:
         points = next((outcome.points for outcome in outcomes.values() if outcome.points), ())
         return NetReport(
             members=[members[rank] for rank in sorted(members)],
-            missing=[rank for rank in range(self.meeting.world_size) if rank not in members],
+            missing=[rank for rank in range(self.channel.world_size) if rank not in members],
             tried=tried,
             contacts=contacts,
             links=merged(told),

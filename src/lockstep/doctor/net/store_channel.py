@@ -122,11 +122,11 @@ class StoreChannel:
         next_word = started + SLICE
         pause = _SHORTEST
         # Asked again and again, not waited for: torch warns of every wait of its store that is given up.
-        while not self._have_told(topic, asked):
+        while not self._have_sent(topic, asked):
             now = time.monotonic()
             over = now - started >= patience or self.closed
             if over or now >= next_word:
-                late = {rank for rank in asked if not self._have_told(topic, [rank])}
+                late = {rank for rank in asked if not self._have_sent(topic, [rank])}
                 if over:
                     return late
                 if late:
@@ -136,7 +136,7 @@ class StoreChannel:
             pause = min(_LONGEST, pause * 1.5)
         return set()
 
-    def _have_told(self, topic: str, ranks: Sequence[int]) -> bool:
+    def _have_sent(self, topic: str, ranks: Sequence[int]) -> bool:
         """Whether all of them have told."""
         try:
             return not ranks or self._signed.peek_all([f"{topic}/{rank}" for rank in ranks]) is not None

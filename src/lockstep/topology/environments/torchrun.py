@@ -22,7 +22,7 @@ def read(environ: Mapping[str, str]) -> Placement:
     rank = variables.needed(environ, "RANK", by="torchrun")
     world_size = variables.needed(environ, "WORLD_SIZE", by="torchrun", low=1)
     address, port = variables.main_address(environ), variables.main_port(environ)
-    _demand_meeting_point(environ, world_size, address, port)
+    _require_master_address(environ, world_size, address, port)
     local_rank, local_world_size = _local(environ, rank, world_size, address)
     node_rank = variables.number(environ, "GROUP_RANK")
     num_nodes = variables.number(environ, "GROUP_WORLD_SIZE", low=1)
@@ -54,7 +54,7 @@ def _launcher(environ: Mapping[str, str]) -> tuple[str, str]:
     return "torchrun", "as torchrun does, though not by torchrun itself (no TORCHELASTIC_RUN_ID)"
 
 
-def _demand_meeting_point(environ: Mapping[str, str], world_size: int, address: str | None, port: int | None) -> None:
+def _require_master_address(environ: Mapping[str, str], world_size: int, address: str | None, port: int | None) -> None:
     if world_size == 1:
         return
     missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if value is None]

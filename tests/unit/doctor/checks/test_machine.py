@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lockstep.doctor.checks import cpu, devices, disk, kernel, memory, names, network, ports, ulimits
-from lockstep.doctor.context import Situation
+from lockstep.doctor.context import DoctorContext
 from lockstep.doctor.finding import Finding
 from lockstep.host import cgroups, interfaces
 from lockstep.host.interfaces import Interface
@@ -28,34 +28,34 @@ FAST = Interface(name="ens9", up=True, addresses=("198.51.100.7",), speed=100_00
 def test_kernel(release: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel.platform, "system", lambda: "Linux")
     monkeypatch.setattr(kernel.platform, "release", lambda: release)
-    finding = kernel.version(Situation())
+    finding = kernel.version(DoctorContext())
     assert finding.status == status
     assert release in finding.what
 
 
 def test_kernel_of_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel.platform, "system", lambda: "Darwin")
-    assert kernel.version(Situation()).status == "skipped"
+    assert kernel.version(DoctorContext()).status == "skipped"
 
 
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert memory.shared(Situation()).data["total"] == shutil.disk_usage("/dev/shm").total
+    assert memory.shared(DoctorContext()).data["total"] == shutil.disk_usage("/dev/shm").total
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 20, free=60 << 20))
-    small = memory.shared(Situation())
+    small = memory.shared(DoctorContext())
     assert small.status == "warning"
     assert "--shm-size" in small.fix
     monkeypatch.setattr(memory, "SHARED", str(tmp_path / "absent"))
-    assert "there is no" in memory.shared(Situation()).what
+    assert "there is no" in memory.shared(DoctorContext()).what
 
 
 def test_memory_limit_of_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroups, "memory", lambda: 3 << 30)
-    assert "the control group allows 3.0 GiB" in memory.allowed(Situation()).what
-    tight = memory.allowed(Situation(processes=4))
+    assert "the control group allows 3.0 GiB" in memory.allowed(DoctorContext()).what
+    tight = memory.allowed(DoctorContext(processes=4))
     assert tight.status == "warning"
     assert "for 4 processes" in tight.what
     monkeypatch.setattr(cgroups, "memory", lambda: None)
-    assert "no control group" in memory.allowed(Situation()).what
+    assert "no control group" in memory.allowed(DoctorContext()).what
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def few_files() -> Iterator[None]:
 
 
 def test_open_files(few_files: None) -> None:
-    found = {finding.check: finding for finding in ulimits.all_of_them(Situation())}
+    found = {finding.check: finding for finding in ulimits.all_of_them(DoctorContext())}
     assert found["open files"].status == "warning"
     assert found["open files"].fix == "ulimit -n 65536"
     assert found["open files"].data["soft"] == 512
@@ -91,39 +91,39 @@ def test_processes_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = disk.room(Situation(folder=tmp_path / "not" / "yet"))
+    finding = disk.room(DoctorContext(folder=tmp_path / "not" / "yet"))
     assert str(tmp_path / "not" / "yet") in finding.what
     assert list(tmp_path.iterdir()) == []
     usage = SimpleNamespace(total=100 << 30, free=1 << 30)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage)
-    assert disk.room(Situation(folder=tmp_path)).status == "warning"
+    assert disk.room(DoctorContext(folder=tmp_path)).status == "warning"
     usage.free = 1 << 20
-    assert disk.room(Situation(folder=tmp_path)).status == "error"
+    assert disk.room(DoctorContext(folder=tmp_path)).status == "error"
 
 
 def test_a_folder_that_cannot_be_written() -> None:
-    finding = disk.room(Situation(folder=Path("/proc/here")))
+    finding = disk.room(DoctorContext(folder=Path("/proc/here")))
     assert finding.status == "error"
     assert "nothing can be written in /proc" in finding.what
 
 
 def test_cores_and_threads() -> None:
     usable = cpu.usable_cores()
-    assert cpu.cores(Situation()).data["usable"] == usable
-    assert cpu.cores(Situation(processes=usable + 1)).status == "warning"
-    many = cpu.threads(Situation(processes=2, environ={"OMP_NUM_THREADS": str(usable + 1)}))
+    assert cpu.cores(DoctorContext()).data["usable"] == usable
+    assert cpu.cores(DoctorContext(processes=usable + 1)).status == "warning"
+    many = cpu.threads(DoctorContext(processes=2, environ={"OMP_NUM_THREADS": str(usable + 1)}))
     assert many.status == "warning"
     assert many.fix == f"export OMP_NUM_THREADS={max(1, usable // 2)}"
-    assert cpu.threads(Situation(processes=1, environ={"OMP_NUM_THREADS": "1"})).status == "ok"
-    assert cpu.threads(Situation(processes=1)).status == "ok"
-    assert cpu.threads(Situation(environ={"OMP_NUM_THREADS": "four"})).status == "error"
+    assert cpu.threads(DoctorContext(processes=1, environ={"OMP_NUM_THREADS": "1"})).status == "ok"
+    assert cpu.threads(DoctorContext(processes=1)).status == "ok"
+    assert cpu.threads(DoctorContext(environ={"OMP_NUM_THREADS": "four"})).status == "error"
 
 
 def test_a_process_that_is_tied_to_one_core() -> None:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
-        finding = cpu.cores(Situation(processes=2))
+        finding = cpu.cores(DoctorContext(processes=2))
     finally:
         os.sched_setaffinity(0, before)
     assert finding.status == "warning"
@@ -160,7 +160,7 @@ def net(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_host_name(resolved: list[str], machines: int, environ: dict[str, str], status: str, net: Any) -> None:
     net([LO, ETH], resolved)
-    finding = names.own(Situation(machines=machines, environ=environ))
+    finding = names.own(DoctorContext(machines=machines, environ=environ))
     assert finding.status == status
     if status == "error":
         assert f"192.0.2.7 {socket.gethostname()}" in finding.fix
@@ -168,16 +168,16 @@ def test_host_name(resolved: list[str], machines: int, environ: dict[str, str], 
 
 def test_gloo_on_the_loopback_of_several_machines_is_an_error(net: Any) -> None:
     net([LO, ETH, FAST], ["127.0.1.1"])
-    gloo, nccl = network.chosen(Situation(machines=2))
+    gloo, nccl = network.chosen(DoctorContext(machines=2))
     assert (gloo.status, gloo.fix) == ("error", "export GLOO_SOCKET_IFNAME=ens9")
     assert nccl.status == "warning"  # eth0 leads out, only not as fast
-    gloo, nccl = network.chosen(Situation(machines=1))
+    gloo, nccl = network.chosen(DoctorContext(machines=1))
     assert (gloo.status, nccl.status) == ("ok", "ok")
 
 
 def test_the_route_decides(net: Any) -> None:
     net([LO, ETH, FAST], ["192.0.2.7"], route="eth0")
-    gloo, nccl = network.chosen(Situation(machines=2, main_address="192.0.2.1"))
+    gloo, nccl = network.chosen(DoctorContext(machines=2, main_address="192.0.2.1"))
     assert (gloo.status, nccl.status) == ("ok", "ok")
     assert gloo.data["likely"] == "eth0"
 
@@ -185,13 +185,13 @@ def test_the_route_decides(net: Any) -> None:
 def test_a_variable_that_names_no_interface(net: Any) -> None:
     net([LO, ETH], ["192.0.2.7"])
     environ = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "^eth,lo"}
-    findings = list(network.chosen(Situation(environ=environ)))
+    findings = list(network.chosen(DoctorContext(environ=environ)))
     assert [finding.status for finding in findings] == ["error", "error"]
     assert "eth7" in findings[0].what
 
 
 def test_an_address_without_a_name() -> None:
-    findings = list(network.chosen(Situation(main_address="no-such-host.invalid", machines=2)))
+    findings = list(network.chosen(DoctorContext(main_address="no-such-host.invalid", machines=2)))
     assert findings[0].check == "route"
     assert findings[0].status == "error"
 
@@ -199,28 +199,28 @@ def test_an_address_without_a_name() -> None:
 def test_ipv6(net: Any) -> None:
     six = Interface(name="eth0", up=True, addresses=("2001:db8::7",))
     net([LO, six], [])
-    assert "IPv6 addresses only" in network.ipv6(Situation()).what
-    assert network.ipv6(Situation(environ={"NCCL_SOCKET_FAMILY": "AF_INET"})).status == "error"
+    assert "IPv6 addresses only" in network.ipv6(DoctorContext()).what
+    assert network.ipv6(DoctorContext(environ={"NCCL_SOCKET_FAMILY": "AF_INET"})).status == "error"
     net([LO, ETH], [])
-    assert network.ipv6(Situation()).what == "IPv4 only"
+    assert network.ipv6(DoctorContext()).what == "IPv4 only"
 
 
 def test_a_port_in_use_and_a_free_one() -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        taken = ports.main_port(Situation(main_port=port))
+        taken = ports.main_port(DoctorContext(main_port=port))
         assert taken.status == "warning"
         assert f"pid {os.getpid()}" in taken.what
         assert taken.data["free"] != port
-        assert ports.main_port(Situation(main_port=port, main_address="127.0.0.1", launched=True)).status == "ok"
-    assert ports.main_port(Situation(main_port=port)).status == "ok"
-    gone = ports.main_port(Situation(main_port=port, main_address="127.0.0.1", launched=True))
+        assert ports.main_port(DoctorContext(main_port=port, main_address="127.0.0.1", launched=True)).status == "ok"
+    assert ports.main_port(DoctorContext(main_port=port)).status == "ok"
+    gone = ports.main_port(DoctorContext(main_port=port, main_address="127.0.0.1", launched=True))
     assert gone.status == "error"
     assert "connection refused" in gone.what
 
 
 def test_the_firewall_check_talks_to_this_machine() -> None:
-    assert ports.firewall(Situation()).status in ("ok", "skipped")
+    assert ports.firewall(DoctorContext()).status in ("ok", "skipped")
 
 
 # --- accelerators, as far as that goes without any -------------------------------------------------------------------
@@ -231,14 +231,14 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     if torch.accelerator.is_available():
         pytest.skip("there is one")
-    found: dict[str, Finding] = {finding.check: finding for finding in devices.by_torch(Situation())}
+    found: dict[str, Finding] = {finding.check: finding for finding in devices.by_torch(DoctorContext())}
     assert found["accelerators"].status == "ok"
     assert found["GPU models"].status == "skipped"
     assert found["GPU peer access"].status == "skipped"
     driver = tmp_path / "version"
     driver.write_text("NVRM version: 550.54\nGCC\n")
     monkeypatch.setattr(devices, "_DRIVER", driver)
-    unused = devices.versions(Situation())
+    unused = devices.versions(DoctorContext())
     assert unused.status == "error"
     assert "NVRM version: 550.54" in unused.what
 
@@ -273,7 +273,7 @@ def test_what_nvidia_smi_says(
     rows: str, status: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smi(tmp_path, f"printf '{rows}\\n'", monkeypatch)
-    finding = devices.health(Situation())
+    finding = devices.health(DoctorContext())
     assert finding.status == status
     assert said in finding.what
 
@@ -292,16 +292,16 @@ def test_fields_that_a_driver_does_not_know_are_asked_for_otherwise(
     case "$1" in *{known}*) echo "0, A, 0, 0x0000000000000040, 93, 1, 80";; *) echo "0, A, 0, 93, 1, 80";; esac
     """
     smi(tmp_path, script, monkeypatch)
-    finding = devices.health(Situation())
+    finding = devices.health(DoctorContext())
     assert finding.status == ("ok" if known == "none" else "warning"), finding
     assert finding.data["gpus"][0]["temperature"] == "93"
 
 
 def test_nvidia_smi_that_fails_or_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi(tmp_path, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", monkeypatch)
-    failed = devices.health(Situation())
+    failed = devices.health(DoctorContext())
     assert failed.status == "error"
     assert "version mismatch" in failed.what
     monkeypatch.setattr(devices, "_SMI_SECONDS", 0.3)
     smi(tmp_path, "exec sleep 20", monkeypatch)
-    assert "no answer within 0.3 s" in devices.health(Situation()).what
+    assert "no answer within 0.3 s" in devices.health(DoctorContext()).what
