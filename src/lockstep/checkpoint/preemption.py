@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lockstep.guard.dead_peers import find_dead
+from lockstep.host.threads import join
 from lockstep.logging import get_notices
 from lockstep.process_group.group import Group
 
@@ -123,7 +124,7 @@ class Preemption:
         """Heed signals no more."""
         self._closed.set()
         if self._thread is not None and os.getpid() == self._pid:
-            self._thread.join(timeout=_PATIENCE)
+            join(self._thread, _PATIENCE)
             atexit.unregister(self.close)
             self._thread = None
         if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from contextlib import suppress
+from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +14,8 @@ from lockstep.host.processes import name_signal
 from lockstep.process_group.group import Group
 
 _TOLD = "_lockstep_told"
+_ENDS = 1.0
+"""Seconds in which a process ends whose connections have broken."""
 
 
 def annotate_error(error: Exception, group: Group, round_: GlobalBatch | None) -> None:
@@ -39,7 +42,12 @@ def of_lost_worker(error: Exception, batches: Any) -> Exception:
     """
     if not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) or "worker process" in str(error):
         return error
-    lost = [(worker.pid, worker.exitcode) for worker in getattr(batches, "_workers", ()) if worker.exitcode]
+    workers = list(getattr(batches, "_workers", ()))
+    try:
+        wait([worker.sentinel for worker in workers], _ENDS)  # the connection breaks a moment before the process ends
+    except RuntimeError as named:  # by torch's handler of SIGCHLD, which has seen it end
+        return named
+    lost = [(worker.pid, worker.exitcode) for worker in workers if worker.exitcode]
     if not lost:
         return error
     pid, code = lost[0]

@@ -22,6 +22,7 @@ from typing import Any
 
 from lockstep.blackbox.snapshot import Op, Raw, Snapshot, TorchCall
 from lockstep.errors import TopologyError
+from lockstep.host.threads import join
 from lockstep.job_store.signed_store import check_fields
 from lockstep.rundir.format_ranks import name_ranks
 
@@ -132,7 +133,7 @@ class Exchange:
             with suppress(RuntimeError):
                 store.set(f"left/{self.node}", _pack(last))
                 store.set(self._inbox(self.node, self._round), "")
-        self._thread.join(timeout=2)
+        join(self._thread, 2)
 
     def _others(self) -> list[int]:
         return [node for node in range(self._nodes) if node != self.node]

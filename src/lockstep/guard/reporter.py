@@ -25,6 +25,7 @@ from lockstep.blackbox.snapshot import Raw, TorchCall
 from lockstep.blackbox.step_clock import StepClock
 from lockstep.guard import stack_note, straggler
 from lockstep.guard.torch_calls import calls_of, can_list_stacks, is_default
+from lockstep.host.threads import join
 
 INTERVAL = 0.5
 """Seconds between two looks."""
@@ -72,7 +73,7 @@ class Reporter:
     def stop(self) -> None:
         """End the thread."""
         self._ending.set()
-        self._thread.join(timeout=5)
+        join(self._thread, 5)
 
     def _run(self) -> None:
         while not self._ending.wait(INTERVAL):

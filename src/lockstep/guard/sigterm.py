@@ -17,6 +17,8 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
+from lockstep.host.threads import join
+
 _ASKED = {signal.SIGTERM}
 _installed: WeakSet[SigtermReport] = WeakSet()
 
@@ -43,7 +45,7 @@ class SigtermReport:
         _installed.discard(self)
         self._withdraw()
         os.close(self._write)  # wakes the thread
-        self._thread.join(timeout=5)
+        join(self._thread, 5)
         os.close(self._read)
 
     def _withdraw(self) -> None:

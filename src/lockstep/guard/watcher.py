@@ -26,6 +26,7 @@ from lockstep.guard.node_exchange import Exchange, Node
 from lockstep.guard.render import explain, understand
 from lockstep.guard.skipped_backward import warn_of_skip
 from lockstep.guard.straggler import QuestionSchedule, Slow, all_wait, find_slow
+from lockstep.host.threads import join
 from lockstep.rundir import files
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.rundir.layout import RunDirectory
@@ -142,7 +143,7 @@ class Watcher:
         """End the thread."""
         self._ending.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5)
+            join(self._thread, 5)
         if self._elsewhere is not None:
             self._elsewhere.close(self._merged())
 

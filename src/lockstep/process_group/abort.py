@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lockstep.errors import PeerFailure
+from lockstep.host.threads import join
 from lockstep.job_store.signed_store import SignedStore, from_fields
 
 
@@ -73,7 +74,7 @@ class AbortListener:
             return
         with contextlib.suppress(RuntimeError):
             self._store.set(self._key, "")
-        self._thread.join(timeout=5)
+        join(self._thread, 5)
 
 
 def _read_reason(data: bytes) -> tuple[AbortReason | None]:

@@ -50,7 +50,7 @@ def listener_ports(fds: Iterable[int]) -> frozenset[int]:
     """The TCP ports that the listening sockets among ``fds`` listen on."""
     ports = set()
     for fd in fds:
-        with _borrow(fd) as sock:
+        with _borrow(fd) as sock, suppress(OSError):  # its owner, gloo's thread, may close it right now
             if sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 ports.add(sock.getsockname()[1])
     return frozenset(ports)

@@ -154,8 +154,9 @@ class Group:
             with startup_diagnostics.of_the_others(topology, group._root):
                 job_secret.compare(group._root, group.rank, group.world_size, group.timeout)
                 group._join()
-            if group.rank == 0:  # it has seen that all ranks are in this session, so they have left the one before
-                store.delete_all(f"{place.rpartition('/')[0]}/session_", but=(f"{place}/",))
+            # All ranks are in this session, so they have left the one before: nobody needs its keys.
+            forget = store.delete_all if group.rank == 0 else store.delete_own
+            forget(f"{place.rpartition('/')[0]}/session_", but=(f"{place}/",))
             group._owned = True
             group._hosts_store = topology.rank == 0 and topology.world_size > 1 and not topology.agent_store
         if group.world_size > 1:

@@ -162,15 +162,22 @@ def _traceback(kind: type[BaseException], value: BaseException | None, trace: Tr
     if value is None:
         return f"{kind.__name__}\n"
     try:
-        whole = tracebacks.TracebackException(kind, value, trace)
-        for part in walk_chain(whole, suppressed=True):
-            user = [frame for frame in part.stack if not _is_machinery(frame.filename)]
-            # A script that does not parse has no frame of its own, but says where by itself.
-            if user or issubclass(kind, SyntaxError):
-                part.stack[:] = user
-        return "".join(whole.format())
+        try:
+            return _format(kind, value, trace)
+        except RuntimeError:  # maybe of a signal's handler: torch's raises wherever it is when a loader's worker died
+            return _format(kind, value, trace)
     except Exception as error:
         return f"<the traceback cannot be made: {type(error).__name__}>\n"
+
+
+def _format(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> str:
+    whole = tracebacks.TracebackException(kind, value, trace)
+    for part in walk_chain(whole, suppressed=True):
+        user = [frame for frame in part.stack if not _is_machinery(frame.filename)]
+        # A script that does not parse has no frame of its own, but says where by itself.
+        if user or issubclass(kind, SyntaxError):
+            part.stack[:] = user
+    return "".join(whole.format())
 
 
 def _is_machinery(filename: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 from collections.abc import Iterator
@@ -58,6 +59,20 @@ def test_the_listener_and_other_loops_are_left_alone(loop: Loop) -> None:
             assert all(loop.woken() == [loop.listener.fileno()] for _ in range(3))
     finally:
         other.close()
+
+
+def test_a_descriptor_that_its_owner_closes_meanwhile_has_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(gloo_sockets._borrow):
+        """What a thread of gloo's does between two looks."""
+
+        def __enter__(self) -> socket.socket | None:
+            found = super().__enter__()
+            os.close(self._fd)
+            return found
+
+    fd = socket.create_server(("127.0.0.1", 0)).detach()
+    monkeypatch.setattr(gloo_sockets, "_borrow", Closed)
+    assert gloo_sockets.listener_ports([fd]) == frozenset()
 
 
 def test_nothing_happens_where_no_connection_is_left() -> None:
