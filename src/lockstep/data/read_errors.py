@@ -44,8 +44,11 @@ def of_lost_worker(error: Exception, batches: Any) -> Exception:
         return error
     workers = list(getattr(batches, "_workers", ()))
     try:
-        wait([worker.sentinel for worker in workers], _ENDS)  # the connection breaks a moment before the process ends
-    except RuntimeError as named:  # by torch's handler of SIGCHLD, which has seen it end
+        # The connection breaks a moment before the process ends, and so does what is waited for here: only joined, one
+        # has an exit code, and torch's handler of SIGCHLD finds nothing to raise for in whatever comes next.
+        for ended in wait([worker.sentinel for worker in workers], _ENDS):
+            next(worker for worker in workers if worker.sentinel == ended).join(_ENDS)
+    except RuntimeError as named:  # by that handler, which was quicker
         return named
     lost = [(worker.pid, worker.exitcode) for worker in workers if worker.exitcode]
     if not lost:
