@@ -48,7 +48,7 @@ def test_every_sample_once_in_the_order_of_an_unprepared_loader(
     batch_size=sizes,
     world_size=worlds,
     even=st.booleans(),
-    pad_empty_ranks_only=st.booleans(),
+    sparing=st.booleans(),
     drop_last=st.booleans(),
 )
 def test_each_rank_knows_what_all_hold(
@@ -56,9 +56,7 @@ def test_each_rank_knows_what_all_hold(
 ) -> None:
     if kind in ("shuffled", "seeded") and count == 0:
         return
-    loaders = ranks_of(
-        kind, count, batch_size, world_size, even_batches=even, pad_empty_ranks_only=sparing, drop_last=drop_last
-    )
+    loaders = ranks_of(kind, count, batch_size, world_size, even_batches=even, sparing=sparing, drop_last=drop_last)
     hands: list[list[Any]] = []
     for rank, loader in enumerate(loaders):
         hand = []

@@ -160,7 +160,7 @@ kinds = given(
     even=st.booleans(),
     dispatch=st.booleans(),
     split_batches=st.booleans(),
-    pad_empty_ranks_only=st.booleans(),
+    sparing=st.booleans(),
     stop=st.floats(0, 1),
     other=st.integers(1, 4),
 )

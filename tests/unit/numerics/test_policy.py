@@ -251,7 +251,7 @@ def test_copies_and_pickles_carry_nothing_of_it() -> None:
 def unread(policy: str, steps: list[str], **options: Any) -> tuple[nn.Module, list[bool]]:
     """The way of accelerators, where no loss is read at once; what it does runs on the CPU as well."""
     accelerator = Accelerator(nan_policy=policy, **options)
-    accelerator._watch._late = AsyncCheck(torch.device("cpu"))
+    accelerator._watch._async_check = AsyncCheck(torch.device("cpu"))
     model = nn.Linear(1, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     skipped = []
