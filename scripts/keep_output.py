@@ -22,7 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = {
     "soak": ["-m", "soak and not soak_long", "-v"],
-    "soak-long": ["-m", "soak_long", "-v"],
+    # Single tests take up to ten minutes there: no stacks in the page before that.
+    "soak-long": ["-m", "soak_long", "-v", "-o", "faulthandler_timeout=1800"],
     "floor": ["tests/unit", "tests/integration", "tests/distributed", "tests/faults"],
 }
 """Name of the make target and of the page -> which tests."""

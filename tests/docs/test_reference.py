@@ -71,17 +71,17 @@ def layers() -> list[str]:
     return [re.sub(r"[()]", "", line) for line in settings["tool"]["importlinter"]["contracts"][0]["layers"]]
 
 
-def test_the_order_of_the_rooms_is_the_one_of_the_contract() -> None:
+def test_the_order_of_the_packages_is_the_one_of_the_contract() -> None:
     assert "\n".join(layers()) in HOUSE
 
 
-def test_every_room_and_its_order_is_in_the_drawing() -> None:
+def test_every_package_and_its_order_is_in_the_drawing() -> None:
     drawing = HOUSE.split("```text\n", 1)[1].split("```", 1)[0]
-    rooms = [room.strip() for line in layers() for room in line.split("|")]
+    packages = [name.strip() for line in layers() for name in line.split("|")]
     source = ROOT / "src" / "lockstep"
-    built = [room for room in rooms if (source / room).is_dir() or (source / f"{room}.py").is_file()]
-    places = {room: re.search(rf"(?:^|\s){room}(?:/|\.py)", drawing) for room in built}
-    assert [room for room, place in places.items() if place is None] == []
+    built = [name for name in packages if (source / name).is_dir() or (source / f"{name}.py").is_file()]
+    places = {name: re.search(rf"(?:^|\s){name}(?:/|\.py)", drawing) for name in built}
+    assert [name for name, place in places.items() if place is None] == []
     at = [place.start() for place in places.values() if place is not None]
     assert at == sorted(at)
 

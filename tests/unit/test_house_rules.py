@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 import textwrap
@@ -61,6 +62,28 @@ def test_a_class_name_occurs_once() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(f"{path.relative_to(SOURCE)}:{node.lineno}")
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+BANNED = {
+    *("look", "tell", "told", "hear", "heard", "say", "bury", "hoards", "sheltered", "farewell", "goodbye", "mend"),
+    *("keeper", "teller", "wish", "whereabouts", "away", "talk", "desk", "letter", "parcel", "deal", "dealt"),
+    *("walked", "sparing", "armed", "reform", "situation"),
+}
+"""Words that name nothing outside this project, as parts of names: poll, report, send, receive say what is done."""
+
+
+def banned_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Functions and classes whose names have such a part."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            parts = set(re.findall(r"[a-z]+", re.sub(r"([A-Z])", r"_\1", node.name).lower()))
+            if parts & BANNED:
+                yield node.lineno, node.name
+
+
+def test_names_are_the_fields_own() -> None:
+    assert offences(banned_names, FILES) == []
+    assert [path.stem for path in FILES if set(path.stem.split("_")) & BANNED] == []
 
 
 UNPICKLES = {

@@ -1,6 +1,6 @@
 """What an accelerator does with checkpoints and files of models, as methods.
 
-Everything else of this room is loaded with the first of them that is called: importing the library stays quick.
+Everything else of this package is loaded with the first of them that is called: importing the library stays quick.
 """
 
 from __future__ import annotations

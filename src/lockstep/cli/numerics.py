@@ -255,7 +255,7 @@ def _show(found: Diff, names: Sequence[str], limit: int) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
 
-    def say(text: str, style: str | None = None) -> None:
+    def show(text: str, style: str | None = None) -> None:
         console.print(printable(text), soft_wrap=True, style=style)
 
     compared = (
@@ -266,23 +266,23 @@ def _show(found: Diff, names: Sequence[str], limit: int) -> None:
         where = f"{_where(first)}, {first.phase}, {first.tensor}"
         at = "" if names[0].startswith("batch ") else f" in batch {first.batch}"
         on = "" if first.rank is None or names[0].startswith("rank ") else f" on rank {first.rank}"
-        say(f"{names[0]} and {names[1]} part{at}{on} at {where} ({first.what}).", style="bold")
+        show(f"{names[0]} and {names[1]} part{at}{on} at {where} ({first.what}).", style="bold")
         _table(console, found.differences[:limit], names)
         if len(found.differences) > limit:
-            say(f"{len(found.differences) - limit} more in this batch; --limit shows more, --json all of them.")
+            show(f"{len(found.differences) - limit} more in this batch; --limit shows more, --json all of them.")
     elif not found.parted:
-        say(f"No difference: {compared}, all within the tolerance.")
+        show(f"No difference: {compared}, all within the tolerance.")
     else:
-        say(f"The numbers of what both have agree: {compared}.")
+        show(f"The numbers of what both have agree: {compared}.")
     for only, name in ((found.missing, names[0]), (found.extra, names[1])):
         if only:
-            say(f"Only {name} has:", style="bold")
+            show(f"Only {name} has:", style="bold")
             for what, where in list(only.items())[:limit]:
-                say(f"  {what}  [{where}]")
+                show(f"  {what}  [{where}]")
             if len(only) > limit:
-                say(f"  and {len(only) - limit} more")
+                show(f"  and {len(only) - limit} more")
     for note in found.notes:
-        say(f"Note: {note}", style="dim")
+        show(f"Note: {note}", style="dim")
 
 
 def _table(console: Console, differences: Sequence[Difference], names: Sequence[str]) -> None:

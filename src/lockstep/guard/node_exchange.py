@@ -208,7 +208,7 @@ class Exchange:
                 try:
                     message = store.get(key, _read_message, _DAY)
                 except RuntimeError as error:
-                    # By its name: this room is loaded where torch is not.
+                    # By its name: this package is loaded where torch is not.
                     if type(error).__name__ == "DistStoreError":
                         continue  # nothing happened for a day
                     raise

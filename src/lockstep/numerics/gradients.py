@@ -37,7 +37,7 @@ class Gradients:
         for name, module in modules:
             for key, parameter in module._parameters.items():
                 if parameter is not None and parameter.requires_grad:
-                    enable_detector = _ParameterLook(self, name, type(module).__name__, key)
+                    enable_detector = _ParameterHook(self, name, type(module).__name__, key)
                     self._handles.append(parameter.register_hook(enable_detector))
 
     def watch_outputs(self, name: str, kind: str, call: int, outputs: Any) -> None:
@@ -55,7 +55,7 @@ class Gradients:
         known = self._watched.get(id(value))
         if known is None or known() is not value:
             self._watched[id(value)] = weakref.ref(value)
-            value.register_hook(_OutputLook(self, name, kind, call, label))
+            value.register_hook(_OutputHook(self, name, kind, call, label))
 
     def forget(self) -> None:
         """Forget the outputs of the batch before; their hooks go with them."""
@@ -69,7 +69,7 @@ class Gradients:
         self._handles.clear()
 
 
-class _ParameterLook:
+class _ParameterHook:
     """A hook of a parameter, whose gradient is read in full only when it is not finite, or is to be recorded.
 
     Copies and pickles of the model get one that does nothing.
@@ -89,7 +89,7 @@ class _ParameterLook:
         return idle()
 
 
-class _OutputLook:
+class _OutputHook:
     """A hook of an output; a class, so that no function is made for each of them."""
 
     __slots__ = ("_call", "_gradients", "_kind", "_label", "_name")

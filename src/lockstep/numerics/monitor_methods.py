@@ -1,4 +1,4 @@
-"""An accelerator's part in watching numbers: what it hands to the tools of this room, and when it calls them."""
+"""An accelerator's part in watching numbers: what it hands to the tools of this package, and when it calls them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _FILE = re.compile(r"rank_(\d+)\.json")
 _LEAVING = ("SystemExit", "KeyboardInterrupt")
 
 ADVISERS: list[Callable[[BaseException], str]] = []
-"""What the rooms of the running half have to say about an exception: each gives a text, or nothing."""
+"""What packages of the running half advise on an exception: each gives a text, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Who am I: one frozen value that every room is handed."""
+"""Who am I: one frozen value that every package is handed."""
 
 from __future__ import annotations
 

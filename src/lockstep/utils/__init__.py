@@ -1,4 +1,4 @@
-"""The import place scripts know. Nothing lives here; each name comes from the room it belongs to."""
+"""The import place scripts know. Nothing lives here; each name comes from the package it belongs to."""
 
 from lockstep.comm.functional import (
     broadcast,

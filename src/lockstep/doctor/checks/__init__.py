@@ -16,7 +16,7 @@ class DoctorCheck:
     name: str
     """What is looked at; the name of its finding."""
     place: str
-    """The module and function that look, as ``module:function`` in this room."""
+    """The module and function that look, as ``module:function`` in this package."""
     limit: float = 10.0
     """Seconds after which it is given up."""
 
