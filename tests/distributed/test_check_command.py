@@ -177,7 +177,7 @@ SABOTAGE = """
     import contextlib, dataclasses, sys, time
     from unittest import mock
     from lockstep import Accelerator
-    from lockstep.strategies import replica
+    from lockstep.strategies import ddp_module
     from lockstep.testing import checks, trials
 
     @contextlib.contextmanager
@@ -190,11 +190,11 @@ SABOTAGE = """
         return model.module(*inputs)
 
     BROKEN = {
-        "collectives": (trials.free, "broadcast", lambda tensor, from_process=0: tensor),
+        "collectives": (trials.functional, "broadcast", lambda tensor, from_process=0: tensor),
         "data sharding": (Accelerator, "gather_for_metrics", lambda self, tensor: self.gather(tensor)),
-        "same weights as one process": (replica.DistributedDataParallel, "forward", unreduced),
-        "gradient accumulation": (replica.DistributedDataParallel, "forward", unreduced),
-        "mixed precision fp16": (replica.DistributedDataParallel, "forward", unreduced),
+        "same weights as one process": (ddp_module.DistributedDataParallel, "forward", unreduced),
+        "gradient accumulation": (ddp_module.DistributedDataParallel, "forward", unreduced),
+        "mixed precision fp16": (ddp_module.DistributedDataParallel, "forward", unreduced),
         "mixed precision bf16": (trials.AcceleratorState, "_reset_state", lambda: None),
         "checkpoint round trip": (Accelerator, "load_state", lambda self, folder: None),
         "random numbers": (trials.rng, "synchronize_rng_states", lambda kinds, generator=None: None),
