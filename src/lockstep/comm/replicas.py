@@ -1,7 +1,7 @@
 """Are replicas still replicas? A checksum of each parameter, and what differs between those of several ranks.
 
 A weighted sum of a tensor's bits, eight bytes at a time, is the same on ranks whose values are the same; values that
-changed places change it too. It costs as much as reading them twice.
+changed places or signs change it too.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from lockstep.rundir.format_ranks import name_ranks
 _HEADER = struct.Struct("<QI")
 _SHOWN = 3
 """Parameters that are named."""
-_COLUMNS = 64
+_CHUNK = 1 << 16
+"""Words that are looked at at a time: what is made of them stays in the cache, or takes little of a device."""
 _MIX = 0x1E3779B97F4A7C15
-"""An odd number with many bits: the weights of rows and columns shall not cancel each other out."""
+"""An odd number with many bits."""
+_LOW = (1 << 31) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +53,18 @@ class Checksums:
 
 def checksums(steps: int, parameters: Iterable[Tensor]) -> Checksums:
     """Those of these parameters now."""
-    found = [_bits(parameter.detach()) for parameter in parameters]
+    weights: dict[torch.device, Tensor] = {}
+    found = []
+    for parameter in parameters:
+        if parameter.device not in weights:
+            weights[parameter.device] = _fold(_MIX * torch.arange(1, _CHUNK + 1, device=parameter.device)) | 1
+        found.append(_bits(parameter.detach(), weights[parameter.device]))
     if not found:
         return Checksums(steps=steps, sums=())
     return Checksums(steps=steps, sums=tuple(value % (1 << 64) for value in torch.stack(found).tolist()))
 
 
-def _bits(values: Tensor) -> Tensor:
+def _bits(values: Tensor, weights: Tensor) -> Tensor:
     """The checksum of a tensor, as a tensor that is still where the values are."""
     flat = values.to_dense() if values.is_sparse else values
     data = as_bytes(flat.contiguous())
@@ -65,17 +72,15 @@ def _bits(values: Tensor) -> Tensor:
     head = data[:whole]
     if head.storage_offset() % 8:
         head = head.clone()
-    words, rest = head.view(torch.int64), data[whole:].long()
-    if words.numel() < 32 * _COLUMNS:
-        return _weighted(words) + _weighted(rest)
-    # A weight for each word would take a copy of the whole tensor: one for each row and each column does not.
-    square = words.numel() // _COLUMNS * _COLUMNS
-    table = words[:square].view(-1, _COLUMNS)
-    return _weighted(table.sum(1)) + _MIX * _weighted(table.sum(0)) + _weighted(words[square:]) + _weighted(rest)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for part in (*head.view(torch.int64).split(_CHUNK), data[whole:].long()):
+        total = _MIX * total + _fold(part).mul_(weights[: part.numel()]).sum()
+    return total
 
 
-def _weighted(numbers: Tensor) -> Tensor:
-    return (numbers * torch.arange(1, 2 * numbers.numel() + 1, 2, device=numbers.device)).sum()
+def _fold(words: Tensor) -> Tensor:
+    """The words with their high bits in the low ones too: sums lose what overflows, and signs are the highest bits."""
+    return (words >> 33).bitwise_and_(_LOW).bitwise_xor_(words)
 
 
 def label(names: Sequence[str]) -> str:

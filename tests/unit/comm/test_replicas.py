@@ -37,6 +37,23 @@ def test_values_that_change_places_are_seen(rows: int, columns: int, seed: int) 
         assert checksums(1, [one]) != checksums(1, [other])
 
 
+@given(size=st.integers(2, 200), places=st.sets(st.integers(0, 199), min_size=1), dtype=st.sampled_from(DTYPES))
+def test_values_that_change_their_signs_are_seen(size: int, places: set[int], dtype: torch.dtype) -> None:
+    """A sum of the bits alone loses every second sign: they are the highest bits, which overflow."""
+    one = (torch.arange(size) % 100 + 1).to(dtype)
+    other = one.clone()
+    for place in {place % size for place in places}:
+        other[place] = -one[place]
+    assert checksums(1, [one]) != checksums(1, [other])
+
+
+@pytest.mark.parametrize("rows", [10, 12, 300_000])
+def test_all_signs_at_once_too(rows: int) -> None:
+    for seed in range(400 if rows < 100 else 2):
+        one = torch.randn(rows, 2, generator=torch.Generator().manual_seed(seed))
+        assert checksums(1, [one]) != checksums(1, [-one])
+
+
 @pytest.mark.parametrize("size", [2047, 4095, 4096, 4097, 100_003])
 def test_large_tensors_too(size: int) -> None:
     torch.manual_seed(size)
