@@ -72,7 +72,7 @@ def load(
     names = exchange(
         [path.name for path in discovery.candidates(request.place, many=request.many)], "finding checkpoints"
     )[0]
-    paths = [request.place / name if request.many else request.place.with_name(name) for name in names]
+    paths = [request.place / name for name in names] if request.many else [request.place] * len(names)
     if not paths:
         if request.many:
             return None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
 import secrets
@@ -33,6 +34,8 @@ PREFIX = "checkpoint_"
 """Of the folders that are numbered by us."""
 _NUMBERED = re.compile(PREFIX + r"(\d+)")
 _LOCK = ".writing"
+_LONGEST_NAME = 128
+"""Bytes of a name to which a lock's file or a token can still be added."""
 _INSIDE = re.compile(r"\.lockstep\.([0-9a-f]{16})\.(partial|committed)")
 
 
@@ -43,7 +46,15 @@ def partial_inside(place: Path, token: str) -> Path:
 
 def partial_beside(place: Path, token: str) -> Path:
     """The same beside a place that does not exist, or is on its way out."""
-    return place.with_name(f".{place.name}.{token}.partial")
+    return place.with_name(f".{_stem(place)}.{token}.partial")
+
+
+def _stem(place: Path) -> str:
+    """A place's name, or what stands for it: a name that the file system takes may leave no room for more."""
+    encoded = os.fsencode(place.name)
+    if len(encoded) <= _LONGEST_NAME:
+        return place.name
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 def pending(place: Path) -> Path | None:
@@ -204,7 +215,7 @@ def _lock(place: Path, disk: Disk, numbered: bool, wait: float) -> tuple[WriteLo
 
 
 def _beside_lock(place: Path) -> Path:
-    return place.with_name(f".{place.name}{_LOCK}")
+    return place.with_name(f".{_stem(place)}{_LOCK}")
 
 
 def _folders(folder: Path) -> Iterator[Path]:
@@ -365,7 +376,7 @@ def numbered(folder: Path) -> list[tuple[int, Path]]:
 
 def _left_beside(place: Path) -> list[Path]:
     """Folders beside a place that were to become it, or were it."""
-    pattern = re.compile(re.escape(f".{place.name}.") + r"[0-9a-f]{16}\.partial")
+    pattern = re.compile(re.escape(f".{_stem(place)}.") + r"[0-9a-f]{16}\.partial")
     with contextlib.suppress(OSError):
         return [place.with_name(name) for name in os.listdir(place.parent) if pattern.fullmatch(name)]
     return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -76,6 +77,34 @@ def test_a_mount_point(mounted: Path) -> None:
     assert os.path.ismount(mounted)
     assert (mounted / "lost+found").is_dir()
     assert os.listdir(mounted.parent) == ["mounted"]
+
+
+@pytest.mark.parametrize("letter", ["x", "\u00fc"])
+def test_a_name_as_long_as_the_file_system_takes(tmp_path: Path, letter: str) -> None:
+    place = tmp_path / (letter * (255 // len(letter.encode())))
+    run = Run().train(1)
+    run.accelerator.save_state(place)
+    check(run, place)
+    assert os.listdir(tmp_path) == [place.name]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another root directory needs root")
+def test_the_root_of_the_file_system(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+
+    def inside() -> None:
+        os.chroot(root)
+        os.chdir("/")
+        run = Run().train(1)
+        run.accelerator.save_state("/")
+        check(run, "/")
+
+    child = multiprocessing.get_context("fork").Process(target=inside)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert "model.safetensors" in os.listdir(root)
 
 
 @pytest.mark.parametrize("exists", [True, False], ids=["there", "to be made"])
