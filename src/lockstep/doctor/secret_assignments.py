@@ -39,7 +39,7 @@ _PAIRS = (
         rf"(?P<lead>\bname[\"']?[ \t]*[:=][ \t]*[\"']?(?P<name>{_NAME})[\"']?[ \t]*[,\n]\s{{0,40}}[\"']?value[\"']?"
         rf"[ \t]*[:=][ \t]*){_VALUE}"
     ),
-    re.compile(rf"(?P<lead>\b(?:setenv|ENV|set)[ \t]+(?P<name>{_NAME})[ \t]+){_VALUE}"),
+    re.compile(rf"(?P<lead>\b(?:setenv|setx|ENV|set)[ \t]+(?P<name>{_NAME})[ \t]+){_VALUE}"),
     re.compile(rf"(?P<lead><(?P<name>{_NAME})>)(?P<value>[^<\n]{{1,4000}})(?=</)"),
 )
 _SHORT = re.compile(r"(?P<lead>(?<=\s)-(?:p|pw)\s+)(?P<value>[^\s\"',;&|)}\]]{12,})")

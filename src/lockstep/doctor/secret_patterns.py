@@ -222,6 +222,9 @@ IN_CONTEXT = (
     re.compile(r"(\blogin\s{1,9}\S{1,200}\s{1,9}(?:account\s{1,9}\S{1,200}\s{1,9})?password\s{1,9})\S+"),  # .netrc
     re.compile(r"^([\w.*-]{1,200}:(?:\d{4,5}|\*):[\w.*-]{1,100}:[\w.*-]{1,100}:)\S+$", re.M),  # .pgpass
     re.compile(r"(\b(?:identified\s{1,9}by|password)\s{1,9})'[^'\n]{1,200}'", re.I),  # SQL
+    re.compile(r"(\b(?:password|passphrase)\s{1,9}(?:is|was)\s{1,9})(?=\S{0,80}\d)[^\s\"']{8,200}", re.I),
+    re.compile(r"(Auth\(\s{0,9}[\"'][^\"'\n]{0,200}[\"']\s{0,9},\s{0,9})(?:\"[^\"\n]{1,200}\"|'[^'\n]{1,200}')"),
+    re.compile(r"(\b(?:api|access|using|wandb)\s{1,9}key:?\s{1,9})[0-9a-f]{40}\b", re.I),  # Weights & Biases
 )
 """The first group stays, what follows is a secret."""
 

@@ -227,6 +227,10 @@ _add("sshpass -p {} ssh node1", _made(12))
 _add("redis-cli -h cache -a {} ping", _made(12))
 _add("openssl rsa -passin pass:{} -in key.pem", _made(12))
 _add("vault login {}", _made(26))
+_add('setx HUB_TOKEN "{}"', _made(20))
+_add("session.auth = HTTPBasicAuth('bob', '{}')", _made(12))
+_add("the password is {}", _made(12))
+_add("wandb: using key {}", _made(40, _HEX))
 
 # ---------------------------------------------------------------- blocks
 _BODY = [_made(64, _B64) for _ in range(4)]
@@ -250,6 +254,8 @@ _add(
 _SHA, _UUID = _made(40, _HEX), "-".join(_made(n, _HEX) for n in (8, 4, 4, 4, 12))
 
 HARMLESS: list[str] = [
+    "the password is required; the passphrase was rejected",
+    "using key 3 of 12, cached under key 1f0a",
     "attention.key.weight: torch.float32",
     "encoder.layer.0.attention.self.key.bias: torch.Size([768])",
     "model.layers.11.self_attn.k_proj.weight  torch.bfloat16  [4096, 4096]",

@@ -236,7 +236,7 @@ def test_a_secret_may_look_like_an_option(secret: str) -> None:
 
 def test_the_set_is_as_large_as_the_docs_say() -> None:
     assert len(SECRETS) >= 150
-    assert len(HARMLESS) == 100
+    assert len(HARMLESS) >= 100
 
 
 @pytest.mark.parametrize(("text", "secrets"), SECRETS, ids=[f"{n}" for n in range(len(SECRETS))])
