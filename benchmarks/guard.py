@@ -68,8 +68,8 @@ from torch.utils.data import TensorDataset
 from lockstep import current
 from lockstep.blackbox.box import NoBox
 from lockstep.process_group.group import Group
-from lockstep.strategies.reductions import Reductions
-from lockstep.strategies.replica_check import EVERY, ReplicaCheck
+from lockstep.strategies.ddp.reductions import Reductions
+from lockstep.strategies.ddp.replica_check import EVERY, ReplicaCheck
 
 OFF, OFF_AGAIN, CLOCKED = "without", "without (again)", "clocked"
 PLAIN, PLAIN_AGAIN = "plain", "plain (again)"

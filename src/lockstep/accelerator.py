@@ -38,6 +38,7 @@ from lockstep.memory.oom_report import advise
 from lockstep.numerics.policy import MonitorContext
 from lockstep.optim import clip
 from lockstep.optim.accumulation import Accumulation, silenced
+from lockstep.optim.microbatch import MicroBatch
 from lockstep.optim.optimizer import PreparedOptimizer
 from lockstep.optim.scheduler import PreparedScheduler
 from lockstep.optim.unprepared_check import refuse_strangers
@@ -46,9 +47,8 @@ from lockstep.precision import mixed
 from lockstep.rundir.crash_report import ADVISERS
 from lockstep.state import AcceleratorState, GradientState, fix_precision
 from lockstep.strategies.choose import choose
-from lockstep.strategies.microbatch import MicroBatch
-from lockstep.strategies.prepare import PrepareMethods
 from lockstep.topology.topology import Topology
+from lockstep.training.prepare import PrepareMethods
 
 if TYPE_CHECKING:
     from lockstep.optim.run_summary import RunSummary

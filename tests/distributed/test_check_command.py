@@ -177,7 +177,7 @@ SABOTAGE = """
     import contextlib, dataclasses, sys, time
     from unittest import mock
     from lockstep import Accelerator
-    from lockstep.strategies import ddp_module
+    from lockstep.strategies.ddp import module as ddp_module
     from lockstep.testing import checks, trials
 
     @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Accelerator
 from lockstep.comm import profiled
 from lockstep.data import worker_time
-from lockstep.strategies import ddp_module
+from lockstep.strategies.ddp import module as ddp_module
 from lockstep.testing import run_ranks
 
 

@@ -86,6 +86,45 @@ def test_names_are_the_fields_own() -> None:
     assert [path.stem for path in FILES if set(path.stem.split("_")) & BANNED] == []
 
 
+def assumes_replicas(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Importing or naming torch's DistributedDataParallel, or knowing what its weights are called."""
+    names = {"DistributedDataParallel", "DataParallel"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute | ast.Name):
+            found = [node.attr if isinstance(node, ast.Attribute) else node.id]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found = [node.value] if node.value == "module." else []
+        else:
+            continue
+        for name in found:
+            if name == "module." or "torch.nn.parallel" in name or name.rpartition(".")[2] in names:
+                yield node.lineno, name
+
+
+def test_only_strategies_know_what_is_put_around_a_model() -> None:
+    files = [path for path in FILES if "strategies" not in path.relative_to(SOURCE).parts]
+    assert offences(assumes_replicas, files) == []
+    assert offences(assumes_replicas, sorted((SOURCE / "strategies" / "ddp").glob("*.py")))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch.nn.parallel import DistributedDataParallel as D",
+        "import torch.nn.parallel.distributed as p",
+        "from torch.nn import parallel, DataParallel",
+        "isinstance(model, nn.parallel.DistributedDataParallel)",
+        "name.removeprefix('module.')",
+    ],
+)
+def test_every_way_to_know_a_replica_is_seen(line: str) -> None:
+    assert list(assumes_replicas(ast.parse(line)))
+
+
 UNPICKLES = {
     "checkpoint/safe_pickle.py": "files, by torch's unpickler of plain values, unless the user trusts them",
     "model_files/torch_file.py": "files, of which only the outline is read",

@@ -61,7 +61,7 @@ class ModelFileMethods:
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state dict, by default under the names it has without anything around it."""
-        from lockstep.model_files.unwrap import inner_model
+        from lockstep.strategies.unwrap import inner_model
 
         return inner_model(self.unwrap_model(model)).state_dict() if unwrap else model.state_dict()
 

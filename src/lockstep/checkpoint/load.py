@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -26,6 +25,7 @@ from lockstep.model_files import weights
 from lockstep.model_files.state_loader import Assignment
 from lockstep.storage import hashing, state_weights
 from lockstep.storage.manifest import Manifest
+from lockstep.strategies.unwrap import strip_prefix
 from lockstep.topology.topology import Topology
 
 
@@ -223,19 +223,9 @@ def _read(
         stem = numbered_name("model", number, "")
         place = path if found is None else state_weights.locate(path, found, stem)
         opened = stack.enter_context(weights.open_weights(place, stem, files.open, hashed=found is not None))
-        entries = _without_wrapper(opened.entries, model)
+        entries = strip_prefix(opened.entries, model)
         assignments.append(Assignment(model, entries, request.strict, str(place), surplus=opened.surplus))
     return loaded, assignments
-
-
-def _without_wrapper(entries: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Accelerate saves what a DDP model calls its weights: each name begins with the wrapper's."""
-    prefix = "module."
-    if not entries or not all(name.startswith(prefix) for name in entries):
-        return entries
-    if any(name.startswith(prefix) for name in model.state_dict()):
-        return entries
-    return {name.removeprefix(prefix): entry for name, entry in entries.items()}
 
 
 def is_foreign(path: Path) -> bool:

@@ -20,9 +20,9 @@ from lockstep.checkpoint.save import Mark, SaveContext, SaveRequest
 from lockstep.checkpoint.state import Content, Objects
 from lockstep.errors import ConfigError
 from lockstep.logging import get_notices
-from lockstep.model_files.unwrap import inner_model
 from lockstep.storage import commit
 from lockstep.storage.disk import Disk
+from lockstep.strategies.unwrap import inner_model
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.checkpoint_methods import StateMethods

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.errors import UsageError
 from lockstep.estimate.fake_params import copies, no_data, stand_ins
 from lockstep.estimate.memory_tracker import TEMPORARY, MemoryTracker
 from lockstep.estimate.optimizers import Cost, cost, maker
+from lockstep.strategies.unwrap import replica_module
 
 Loss = Callable[[Any, Any], Tensor]
 """From the model and a batch to the loss."""
@@ -68,8 +68,7 @@ def estimate_memory(
     Not included: what kernels need inside one operation, what the script holds besides, and with several processes
     the buckets of DDP, as large as the gradients.
     """
-    if isinstance(model, DistributedDataParallel):
-        model = model.module  # its forward would prepare for a backward together with the other ranks
+    model = replica_module(model)  # its forward would prepare for a backward together with the other ranks
     make = maker(optimizer, next((parameter.device.type for parameter in model.parameters()), "cpu"))
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         with no_data(), stand_ins(model):

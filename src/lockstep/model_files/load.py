@@ -22,9 +22,9 @@ from lockstep.model_files.broadcast_load import all_or_none, from_rank_0
 from lockstep.model_files.device_map import OffloadFolder, Placing, as_dtype
 from lockstep.model_files.state_loader import Assignment, NameDifferences
 from lockstep.model_files.tensor_entry import some
-from lockstep.model_files.unwrap import inner_model
 from lockstep.model_files.weights import Weights, open_weights
 from lockstep.storage.commit import pending_file
+from lockstep.strategies.unwrap import inner_model
 
 
 def load_checkpoint_in_model(

@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.config.recording import NumericsRecord
 from lockstep.errors import ConfigError, NumericsError
-from lockstep.model_files.unwrap import inner_model
 from lockstep.numerics import report
 from lockstep.numerics.batches import Batches
 from lockstep.numerics.dtype_limits import SCALER_PATIENCE
@@ -25,6 +24,7 @@ from lockstep.numerics.report import Hit, Underflow
 from lockstep.numerics.stats import Numbers
 from lockstep.numerics.tensor_reader import FrameRow, ModuleCall, TensorReader, inputs_of, leaves_of
 from lockstep.numerics.unwrap import describe_type, idle, is_compiled
+from lockstep.strategies.unwrap import inner_model
 from lockstep.traces.frames import FrameSink
 
 _UNDERFLOW_SHARE = 0.5

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from lockstep.config.choices import NanPolicy
 from lockstep.errors import NumericsError
-from lockstep.model_files.unwrap import inner_model
 from lockstep.numerics.async_check import AsyncCheck
 from lockstep.numerics.dtype_limits import SCALER_PATIENCE
 from lockstep.numerics.replay_buffer import Forward, ReplayBuffer
 from lockstep.numerics.unwrap import is_compiled
 from lockstep.process_group.group import Group
+from lockstep.strategies.unwrap import inner_model
 
 if TYPE_CHECKING:
     from lockstep.numerics.reporting import NanReporter

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lockstep.comm.trees import map_tensors, walk_paths
 from lockstep.errors import ConfigError
-from lockstep.model_files.unwrap import inner_model
 from lockstep.numerics.unwrap import describe_type
+from lockstep.strategies.unwrap import inner_model
 
 _NARROW = (torch.float16, torch.bfloat16)
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from lockstep.config.handlers import DistributedDataParallelKwargs
-from lockstep.optim.accumulation import Accumulation
 from lockstep.process_group.group import Group
 from lockstep.strategies.single import Single
 from lockstep.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from lockstep.strategies.uneven_inputs import RemembersUpdates
+    from lockstep.optim.accumulation import Accumulation
+    from lockstep.strategies.ddp.uneven_inputs import RemembersUpdates
 
 
 class Strategy(Protocol):
@@ -90,7 +90,7 @@ def choose(topology: Topology, group: Group, ddp: DistributedDataParallelKwargs)
     """The strategy for this job."""
     if topology.world_size == 1:
         return ChosenStrategy(Single(), "one process, so the model is used as it is")
-    from lockstep.strategies.ddp import DDP  # loaded where it is used: one process does without
+    from lockstep.strategies.ddp.strategy import DDP  # loaded where it is used: one process does without
 
     return ChosenStrategy(
         DDP(topology, group, ddp), f"{topology.world_size} processes, so DDP averages gradients over {topology.backend}"

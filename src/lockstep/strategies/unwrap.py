@@ -1,59 +1,35 @@
-"""Getting the user's model out of what was put around it."""
+"""The user's model inside what strategies and torch put around it, and the names its weights have there."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lockstep.model_files.unwrap import inner_model
-from lockstep.precision import mixed
-from lockstep.strategies.compiling import uncompile
+_PREFIX = "module."
+"""What the names of weights begin with outside."""
 
 
-class _Unwraps(Protocol):
-    def unwrap(self, model: nn.Module) -> nn.Module: ...
+def inner_model(model: nn.Module) -> nn.Module:
+    """The model without DDP, DataParallel and ``torch.compile`` around it: names of weights have no prefix there."""
+    while True:
+        compiled = model._modules.get("_orig_mod")
+        inner = compiled if compiled is not None else replica_module(model)
+        if inner is model:
+            return model
+        model = inner
 
 
-class _Peel:
-    """Takes off whatever torch has put around a model, without knowing how it got there."""
-
-    def __init__(self, recursive: bool) -> None:
-        self._recursive = recursive
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        model = inner_model(model)
-        if self._recursive:
-            for name, child in model.named_children():
-                setattr(model, name, self.unwrap(child))
-        return model
+def replica_module(model: nn.Module) -> nn.Module:
+    """The model without one DDP or DataParallel around it, the script's own included; compiled if it was."""
+    return model.module if isinstance(model, (DataParallel, DistributedDataParallel)) else model
 
 
-def extract_model_from_parallel(
-    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
-) -> nn.Module:
-    """The user's model, out of DDP or DataParallel; with ``recursive``, its parts out of theirs too."""
-    return unwrap(model, _Peel(recursive), keep_fp32_wrapper, keep_torch_compile)
-
-
-def unwrap(model: nn.Module, strategy: _Unwraps, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> nn.Module:
-    """The user's model; its fp32 outputs and its compilation stay unless they are not to be kept."""
-    compiled = getattr(model, "_orig_mod", None)
-    outer = model if compiled is None else compiled
-    inner = strategy.unwrap(outer)
-    if isinstance(inner, (DataParallel, DistributedDataParallel)):  # of the script's own
-        inner = inner_model(inner)
-    if not keep_fp32_wrapper:
-        mixed.restore_forward(inner)
-    if not keep_torch_compile:
-        uncompile(inner)
-    if compiled is not None and keep_torch_compile:
-        return model if inner is outer else torch.compile(inner)  # type: ignore[return-value]
-    return inner
-
-
-def spans_devices(model: nn.Module) -> bool:
-    """Whether a part of the model was loaded with a device map of more than one device."""
-    return any(len(set(getattr(part, "hf_device_map", {}).values())) > 1 for part in model.modules())
+def strip_prefix(entries: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Weights under the model's own names, where a replica's were saved: Accelerate saves a DDP model under its own."""
+    if not entries or not all(name.startswith(_PREFIX) for name in entries):
+        return entries
+    if any(name.startswith(_PREFIX) for name in model.state_dict()):
+        return entries
+    return {name.removeprefix(_PREFIX): entry for name, entry in entries.items()}

@@ -42,7 +42,7 @@ from lockstep.model_files.save import save
 from lockstep.model_files.shared_tensors import clean_state_dict_for_safetensors, id_tensor_storage
 from lockstep.precision.mixed import convert_outputs_to_fp32, convert_to_fp32
 from lockstep.progress import tqdm
-from lockstep.strategies.unwrap import extract_model_from_parallel
+from lockstep.training.unwrap import extract_model_from_parallel
 
 __all__ = [
     "AutocastKwargs",

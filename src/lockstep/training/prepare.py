@@ -26,7 +26,6 @@ from lockstep.data.options import DataOptions
 from lockstep.data.prepare import prepare_loader, skip_first_batches
 from lockstep.errors import UsageError
 from lockstep.memory.memory_methods import MemoryMethods
-from lockstep.model_files.unwrap import inner_model
 from lockstep.numerics.monitor_methods import MonitorMethods
 from lockstep.optim import schedule_length
 from lockstep.optim.accumulation import Accumulation
@@ -34,10 +33,11 @@ from lockstep.optim.optimizer import PreparedOptimizer
 from lockstep.optim.scheduler import PreparedScheduler
 from lockstep.precision.mixed import Precision
 from lockstep.precision.scaler import LossScaler
-from lockstep.strategies import unwrap
 from lockstep.strategies.choose import Strategy
-from lockstep.strategies.compiling import compile_model
+from lockstep.strategies.unwrap import inner_model
 from lockstep.topology.memory import empty_cache
+from lockstep.training import unwrap
+from lockstep.training.compiling import compile_model
 
 if TYPE_CHECKING:
     from lockstep.optim.run_summary import RunSummary

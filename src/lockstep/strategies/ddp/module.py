@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.blackbox.box import NoBox
 from lockstep.comm.profiled import being_profiled, is_as_known
-from lockstep.strategies.trained_parameters import TrainedParameters
+from lockstep.strategies.ddp.trained_parameters import TrainedParameters
 
 Note = Callable[[nn.Module, Any, Any], None]
 _OWN = ("reduction", "trained", "_notes", "_pre_forward", "_share_buffers")

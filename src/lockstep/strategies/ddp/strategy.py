@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -22,15 +22,17 @@ from lockstep.config.choices import DDPCommunicationHookType
 from lockstep.config.handlers import DistributedDataParallelKwargs
 from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.guard.torch_calls import allow_stacks
-from lockstep.optim.accumulation import Accumulation
 from lockstep.process_group.group import Group
-from lockstep.strategies.ddp_module import BUFFER_OPTION, untraced
-from lockstep.strategies.ddp_module import DistributedDataParallel as Replica
-from lockstep.strategies.grad_allreduce import average_gradients
-from lockstep.strategies.reductions import Reductions
-from lockstep.strategies.trained_parameters import TrainedParameters
-from lockstep.strategies.uneven_inputs import RemembersUpdates, check_joinables, joined
+from lockstep.strategies.ddp.grad_allreduce import average_gradients
+from lockstep.strategies.ddp.module import BUFFER_OPTION, untraced
+from lockstep.strategies.ddp.module import DistributedDataParallel as Replica
+from lockstep.strategies.ddp.reductions import Reductions
+from lockstep.strategies.ddp.trained_parameters import TrainedParameters
+from lockstep.strategies.ddp.uneven_inputs import RemembersUpdates, check_joinables, joined
 from lockstep.topology.topology import Topology
+
+if TYPE_CHECKING:
+    from lockstep.optim.accumulation import Accumulation
 
 _SYNC_BYTES = 32 << 20
 """Parameters are sent from rank 0 in pieces of about this size."""

@@ -21,10 +21,10 @@ from lockstep.blackbox.layout import OPTIMIZER_STEPS
 from lockstep.comm.replicas import checksums
 from lockstep.logging import get_notices
 from lockstep.process_group.group import Group
-from lockstep.strategies.ddp_module import DistributedDataParallel as Replica
-from lockstep.strategies.ddp_module import Reduction
-from lockstep.strategies.replica_check import ReplicaCheck
-from lockstep.strategies.trained_parameters import TrainedParameters
+from lockstep.strategies.ddp.module import DistributedDataParallel as Replica
+from lockstep.strategies.ddp.module import Reduction
+from lockstep.strategies.ddp.replica_check import ReplicaCheck
+from lockstep.strategies.ddp.trained_parameters import TrainedParameters
 
 
 class Reductions:

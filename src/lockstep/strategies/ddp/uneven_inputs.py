@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.comm.objects import all_objects, broadcast_object_list
 from lockstep.comm.tensors import broadcast_leaves
 from lockstep.errors import PeerFailure, UsageError
-from lockstep.optim.accumulation import Accumulation
 from lockstep.process_group.group import Group
+
+if TYPE_CHECKING:
+    from lockstep.optim.accumulation import Accumulation
 
 _DOING = "training on uneven inputs"
 

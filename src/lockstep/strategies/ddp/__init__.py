@@ -1,0 +1,1 @@
+"""Data parallel over several processes, by torch's DistributedDataParallel."""

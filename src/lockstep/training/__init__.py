@@ -1,0 +1,1 @@
+"""What a script trains with: models, optimizers, schedulers and loaders made ready."""
