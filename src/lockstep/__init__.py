@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from lockstep.launch.notebook import debug_launcher, notebook_launcher
     from lockstep.memory.batch_size import find_executable_batch_size
     from lockstep.model_files.load import load_checkpoint_in_model
+    from lockstep.offload.auto_device_map import infer_auto_device_map
+    from lockstep.offload.empty_weights import init_empty_weights, init_on_device
     from lockstep.progress import tqdm
     from lockstep.state import AcceleratorState, GradientState, PartialState
 
@@ -82,6 +84,8 @@ _PLACES = {
     ),
     "lockstep.launch.notebook": ("debug_launcher", "notebook_launcher"),
     "lockstep.memory.batch_size": ("find_executable_batch_size",),
+    "lockstep.offload.auto_device_map": ("infer_auto_device_map",),
+    "lockstep.offload.empty_weights": ("init_empty_weights", "init_on_device"),
     "lockstep.progress": ("tqdm",),
     "lockstep.state": ("AcceleratorState", "GradientState", "PartialState"),
 }
@@ -118,6 +122,9 @@ __all__ = [
     "__version__",
     "debug_launcher",
     "find_executable_batch_size",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "init_on_device",
     "load_checkpoint_in_model",
     "notebook_launcher",
     "set_seed",

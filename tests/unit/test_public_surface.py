@@ -22,7 +22,8 @@ DataLoaderConfiguration
 DistributedDataParallelKwargs DistributedOperationException DistributedType GradScalerKwargs
 GradientAccumulationPlugin GradientState InitProcessGroupKwargs LockstepError NotYetError NumericsError OutOfMemory
 PartialState PeerFailure ProfileKwargs ProjectConfiguration RankFailed TopologyError TorchDynamoPlugin UsageError
-__version__ debug_launcher find_executable_batch_size load_checkpoint_in_model notebook_launcher set_seed
+__version__ debug_launcher find_executable_batch_size infer_auto_device_map init_empty_weights init_on_device
+load_checkpoint_in_model notebook_launcher set_seed
 skip_first_batches synchronize_rng_states tqdm
 """.split()  # noqa: SIM905
 

@@ -36,6 +36,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
         "LOCKSTEP_DYNAMO_USE_REGIONAL_COMPILATION",
         "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
     ),
+    "init_include_buffers": ("LOCKSTEP_INIT_INCLUDE_BUFFERS", "ACCELERATE_INIT_INCLUDE_BUFFERS"),
 }
 """Setting -> the variables that can carry it, in order of precedence."""
 

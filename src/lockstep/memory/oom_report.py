@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lockstep import current
 from lockstep.config.sizes import in_words
 from lockstep.errors import OutOfMemory, PeerFailure
-from lockstep.memory.cache import free_device_memory, free_host_memory
 from lockstep.memory.oom_detect import is_out_of_memory, requested_bytes, root_of
+from lockstep.topology.memory import free_device_memory, free_host_memory
 
 _SHOWN = 5
 """How many of the largest tensors are told."""

@@ -64,32 +64,38 @@ class Placing:
             dtype = torch.float32
         if self._map is None:
             return WeightPlacement(now.device, dtype)
-        asked = self._map[_covering(name, self._map)]
+        asked = self._map[covering(name, self._map)]
         if asked == DISK:
             return WeightPlacement(torch.device("cpu") if name in self._on_host else _META, dtype)
         return WeightPlacement(asked, dtype)
 
 
-def _read_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[str, Any]:
+def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Raise unless the map's keys are parts of the model and every weight lies under one of them."""
     if not isinstance(device_map, Mapping):
         raise ConfigError(
             f"device_map={device_map!r} is not a table. Give one from names of modules to devices, such as "
             '{"": "cpu"} or {"encoder": 0, "decoder": "disk"}.'
         )
-    names = list(model.state_dict())
-    modules = {name for name, _ in model.named_modules()} | set(names)
-    if unknown := [key for key in device_map if key not in modules]:
+    names = list(model.state_dict(keep_vars=True))
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(names)
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}  # of which some are not saved
+    if unknown := [key for key in device_map if key not in known]:
         raise ConfigError(f"device_map names parts that the model does not have: {', '.join(map(repr, unknown[:5]))}.")
-    places = {key: _device(key, value) for key, value in device_map.items()}
-    if bare := [name for name in names if _covering(name, places) is None]:
+    if bare := [name for name in names if covering(name, device_map) is None]:
         raise ConfigError(
             f"device_map says nothing of {len(bare)} weights of the model: {', '.join(bare[:5])}. Name their modules, "
             'or give a place for all others under "".'
         )
-    return places
 
 
-def _device(key: str, value: Any) -> torch.device | str:
+def _read_map(model: nn.Module, device_map: Mapping[str, Any]) -> dict[str, Any]:
+    check_device_map(model, device_map)
+    return {key: as_device(key, value) for key, value in device_map.items()}
+
+
+def as_device(key: str, value: Any) -> torch.device | str:
+    """The place that a map gives a part: ``"disk"``, or a device that can be used here."""
     if value == DISK:
         return DISK
     try:
@@ -100,7 +106,7 @@ def _device(key: str, value: Any) -> torch.device | str:
         raise ConfigError(f"device_map puts {key!r} on {value!r}, which cannot be used here: {reason}") from None
 
 
-def _covering(name: str, places: Collection[str]) -> Any:
+def covering(name: str, places: Collection[str]) -> Any:
     """The longest key of the map that the name lies under."""
     while name not in places:
         if not name:
@@ -111,8 +117,8 @@ def _covering(name: str, places: Collection[str]) -> Any:
 
 def _check_ties(model: nn.Module, places: Mapping[str, Any]) -> None:
     for names in tied_names(model.state_dict(keep_vars=True)):
-        if len({places[_covering(name, places)] for name in names}) > 1:
-            told = ", ".join(f"{name} on {places[_covering(name, places)]}" for name in names)
+        if len({places[covering(name, places)] for name in names}) > 1:
+            told = ", ".join(f"{name} on {places[covering(name, places)]}" for name in names)
             raise ConfigError(
                 f"device_map puts one tensor that the model uses under several names on several places: {told}."
             )

@@ -36,12 +36,29 @@ from lockstep.errors import DistributedOperationException
 from lockstep.estimate.activations import estimate_memory
 from lockstep.launch.basic_config import write_basic_config
 from lockstep.memory.batch_size import find_executable_batch_size
-from lockstep.memory.cache import clear_device_cache, get_max_memory, release_memory
+from lockstep.memory.cache import clear_device_cache, release_memory
+from lockstep.model_files.device_map import check_device_map
 from lockstep.model_files.load import load_checkpoint_in_model
 from lockstep.model_files.save import save
 from lockstep.model_files.shared_tensors import clean_state_dict_for_safetensors, id_tensor_storage
+from lockstep.offload.auto_device_map import infer_auto_device_map
+from lockstep.offload.balanced_memory import get_balanced_memory
+from lockstep.offload.module_sizes import (
+    calculate_maximum_sizes,
+    compute_module_sizes,
+    dtype_byte_size,
+    get_max_layer_size,
+    named_module_tensors,
+)
+from lockstep.offload.tied_parameters import (
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    find_tied_parameters,
+    retie_parameters,
+)
 from lockstep.precision.mixed import convert_outputs_to_fp32, convert_to_fp32
 from lockstep.progress import tqdm
+from lockstep.topology.memory import get_max_memory
 from lockstep.training.unwrap import extract_model_from_parallel
 
 __all__ = [
@@ -64,25 +81,37 @@ __all__ = [
     "TorchDynamoPlugin",
     "broadcast",
     "broadcast_object_list",
+    "calculate_maximum_sizes",
+    "check_device_map",
+    "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device",
     "clean_state_dict_for_safetensors",
     "clear_device_cache",
+    "compute_module_sizes",
     "concatenate",
     "convert_file_size_to_int",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
+    "dtype_byte_size",
     "estimate_memory",
     "extract_model_from_parallel",
     "find_batch_size",
     "find_executable_batch_size",
+    "find_tied_parameters",
     "gather",
     "gather_object",
+    "get_balanced_memory",
+    "get_max_layer_size",
     "get_max_memory",
     "id_tensor_storage",
+    "infer_auto_device_map",
     "load_checkpoint_in_model",
+    "named_module_tensors",
     "pad_across_processes",
     "recursively_apply",
     "reduce",
     "release_memory",
+    "retie_parameters",
     "save",
     "send_to_device",
     "set_seed",

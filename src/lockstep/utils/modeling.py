@@ -1,8 +1,46 @@
 """The import place that people know for models and their files. Nothing lives here."""
 
 from lockstep.config.sizes import convert_file_size_to_int
-from lockstep.memory.cache import get_max_memory
+from lockstep.model_files.device_map import check_device_map
 from lockstep.model_files.load import load_checkpoint_in_model
 from lockstep.model_files.shared_tensors import id_tensor_storage
+from lockstep.offload.auto_device_map import clean_device_map, infer_auto_device_map
+from lockstep.offload.balanced_memory import get_balanced_memory
+from lockstep.offload.module_sizes import (
+    calculate_maximum_sizes,
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    dtype_byte_size,
+    get_max_layer_size,
+    get_non_persistent_buffers,
+    named_module_tensors,
+)
+from lockstep.offload.tied_parameters import (
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    find_tied_parameters,
+    retie_parameters,
+)
+from lockstep.topology.memory import get_max_memory
 
-__all__ = ["convert_file_size_to_int", "get_max_memory", "id_tensor_storage", "load_checkpoint_in_model"]
+__all__ = [
+    "calculate_maximum_sizes",
+    "check_device_map",
+    "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device",
+    "clean_device_map",
+    "compute_module_sizes",
+    "compute_module_total_buffer_size",
+    "convert_file_size_to_int",
+    "dtype_byte_size",
+    "find_tied_parameters",
+    "get_balanced_memory",
+    "get_max_layer_size",
+    "get_max_memory",
+    "get_non_persistent_buffers",
+    "id_tensor_storage",
+    "infer_auto_device_map",
+    "load_checkpoint_in_model",
+    "named_module_tensors",
+    "retie_parameters",
+]

@@ -1,12 +1,10 @@
-"""Giving memory back, and saying how much there is."""
+"""Giving memory back."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import resource
 import weakref
-from pathlib import Path
 
 import psutil
 import pytest
@@ -14,8 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.config.sizes import in_bytes, in_words
-from lockstep.errors import ConfigError
-from lockstep.memory.cache import clear_device_cache, free_host_memory, get_max_memory, release_memory
+from lockstep.memory.cache import clear_device_cache, release_memory
 
 
 def test_released_objects_are_gone() -> None:
@@ -58,40 +55,6 @@ def test_the_cache_can_be_cleared_with_and_without_collecting() -> None:
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_what_is_free() -> None:
-    found = get_max_memory()
-    assert list(found)[-1] in ("cpu", "mps")
-    assert all(size > 0 for size in found.values())
-
-
-def test_a_limit_of_the_process_counts() -> None:
-    used = next(
-        int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if "VmSize" in line
-    )
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + (500 << 20), before[1]))
-    try:
-        assert 400 << 20 < free_host_memory() <= 600 << 20
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def test_limits_that_are_given() -> None:
-    given = {"disk": "1TB", "cpu": "10GiB", 1: "200MB", 0: 5}
-    assert list(get_max_memory(given).items()) == [(0, 5), (1, 200_000_000), ("cpu", 10 << 30), ("disk", 10**12)]
-
-
-@pytest.mark.parametrize("bad", ["much", "", "10 PB", -1, 1.5, True, None])
-def test_what_is_no_size(bad: object) -> None:
-    with pytest.raises(ConfigError, match=r"max_memory\[0\]=.* is not a size"):
-        get_max_memory({0: bad})  # type: ignore[dict-item]
-
-
-def test_what_is_no_device() -> None:
-    with pytest.raises(ConfigError, match="names 'gpu'"):
-        get_max_memory({"gpu": 1})
 
 
 def test_sizes_are_read_and_written() -> None:
