@@ -26,7 +26,7 @@ RANKS2 := $(PY) -m torch.distributed.run --standalone --nproc-per-node 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types soak soak-long floor bench clean
+.PHONY: help demo test lint types docs soak soak-long floor bench clean
 
 help:   ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -46,15 +46,19 @@ lint: $(VENV)/.installed   ## ruff (rules and format) and the import contracts
 types: $(VENV)/.installed   ## mypy, strict
 	$(PY) -m mypy
 
-soak: $(VENV)/.installed-bench   ## the long test matrices; keeps their output in docs/soak.md
+docs: $(VENV)/.installed-docs   ## the documentation as a site, in build/docs/html; broken links and orphan pages are errors
+	$(PY) -m sphinx --builder html --fail-on-warning --keep-going --nitpicky --quiet -d build/docs/doctrees docs build/docs/html
+	@echo "build/docs/html/index.html"
+
+soak: $(VENV)/.installed-bench   ## the long test matrices; keeps their output in docs/project/soak.md
 	@bash scripts/apt.sh
 	$(PY) scripts/keep_output.py soak
 
-soak-long: $(VENV)/.installed-bench   ## large counts: hundreds of kills; keeps their output in docs/soak-long.md
+soak-long: $(VENV)/.installed-bench   ## large counts: hundreds of kills; keeps their output in docs/project/soak-long.md
 	@bash scripts/apt.sh
 	$(PY) scripts/keep_output.py soak-long
 
-floor: $(FLOOR)/.installed   ## unit and 2-process tests on the oldest supported torch; keeps their output in docs/floor.md
+floor: $(FLOOR)/.installed   ## unit and 2-process tests on the oldest supported torch; keeps their output in docs/project/floor.md
 	@bash scripts/apt.sh
 	$(FLOOR)/bin/python scripts/keep_output.py floor
 
@@ -79,6 +83,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PIP) $(TORCH_PIP_ARGS) "$$(grep -m1 '^torch==' constraints.txt)"
 	@echo "Installing Lockstep and its development tools (about a minute)"
 	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "Installing what builds the documentation (half a minute)"
+	@$(PIP) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 # An environment of its own, several gigabytes where only builds for CUDA are to be had.

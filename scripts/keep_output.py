@@ -1,4 +1,4 @@
-"""Run the tests of a make target that CI does not run, and keep their last output and the result in docs/.
+"""Run the tests of a make target that CI does not run, and keep their last output and the result in docs/project/.
 
 The page is written for a reader on another machine: no absolute paths, and enough about this one (cores, versions)
 to judge the timings.
@@ -88,7 +88,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", choices=TARGETS)
     target = parser.parse_args().target
-    kept = ROOT / "docs" / f"{target}.md"
+    kept = ROOT / "docs" / "project" / f"{target}.md"
     code, lines, seconds = run(target)
     if code == NOTHING_SELECTED:
         print(f"No test is selected: {kept.name} is left as it is.", file=sys.stderr)

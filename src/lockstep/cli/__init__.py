@@ -61,9 +61,19 @@ def _command(name: str, words: Sequence[str]) -> int:
     module = importlib.import_module(f"lockstep.cli.{name}")
     if getattr(module, "RAW", False):
         return int(module.run(words))
-    parser = argparse.ArgumentParser(prog=f"lockstep {name}", description=COMMANDS[name].capitalize() + ".")
+    return int(module.run(make_parser(name).parse_args(words)))
+
+
+def make_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of one subcommand."""
+    module = importlib.import_module(f"lockstep.cli.{name}")
+    if getattr(module, "RAW", False):
+        parser: argparse.ArgumentParser = module.make_parser()
+        return parser
+    what = COMMANDS[name]
+    parser = argparse.ArgumentParser(prog=f"lockstep {name}", description=what[0].upper() + what[1:] + ".")
     module.add_arguments(parser)
-    return int(module.run(parser.parse_args(words)))
+    return parser
 
 
 def _general(words: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Sequence
+from typing import Any
 
 from lockstep.cli import list_names
 
@@ -29,19 +30,27 @@ _MACHINE = (
 def run(argv: Sequence[str]) -> int:
     """Run the part that is named first; the machine's own checks when none is. The exit code is 1 on errors."""
     words = list(argv)
-    named = bool(words) and words[0] in PARTS
-    module_name, what = PARTS[words[0]] if named else _MACHINE
-    parser = argparse.ArgumentParser(
-        prog=f"lockstep doctor {words[0]}" if named else "lockstep doctor",
-        usage=None if named else "lockstep doctor [options]\n       lockstep doctor PART [options]",
-        description=what[0].upper() + what[1:] + ".",
-        epilog=None if named else list_names("parts", {name: text for name, (_, text) in PARTS.items()}),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    module = importlib.import_module(module_name)
-    module.add_arguments(parser)
-    words = words[1:] if named else words
+    part = words.pop(0) if words and words[0] in PARTS else None
+    module = _module(part)
     # A part that starts a job gets the words of that job as they are.
     begins = getattr(module, "JOB_AFTER", None)
     cut = words.index(begins) + 1 if begins in words else len(words)
-    return int(module.run(parser.parse_args(words[:cut], argparse.Namespace(job=words[cut:]))))
+    return int(module.run(make_parser(part).parse_args(words[:cut], argparse.Namespace(job=words[cut:]))))
+
+
+def make_parser(part: str | None = None) -> argparse.ArgumentParser:
+    """The options of one part, or of the machine's own checks."""
+    _, what = _MACHINE if part is None else PARTS[part]
+    parser = argparse.ArgumentParser(
+        prog="lockstep doctor" if part is None else f"lockstep doctor {part}",
+        usage="lockstep doctor [options]\n       lockstep doctor PART [options]" if part is None else None,
+        description=what[0].upper() + what[1:] + ".",
+        epilog=list_names("parts", {name: text for name, (_, text) in PARTS.items()}) if part is None else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _module(part).add_arguments(parser)
+    return parser
+
+
+def _module(part: str | None) -> Any:
+    return importlib.import_module((_MACHINE if part is None else PARTS[part])[0])

@@ -78,15 +78,11 @@ _OWN = {
 _SHORT = {"-m": "module", "-h": "help"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Nothing: see ``RAW``."""
-
-
 def run(argv: Sequence[str]) -> int:
     """Read the flags, make the plan, and carry it out."""
     given = read(argv)
     if "help" in given.own:
-        print(_help(given))
+        print(make_parser(given.named).format_help().rstrip())
         return 0
     try:
         return _carry_out(given)
@@ -282,7 +278,11 @@ def _engine(name: str) -> str | None:
 # --- showing -----------------------------------------------------------------------------------------------------
 
 
-def _help(given: Given) -> str:
+def make_parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The options as a parser: for help, reference pages and completion; `read` reads the command line.
+
+    With ``named`` options only the groups that belong to them.
+    """
     parser = argparse.ArgumentParser(
         prog="lockstep launch",
         usage="lockstep launch [options] script.py [arguments of the script]\n"
@@ -293,9 +293,9 @@ def _help(given: Given) -> str:
     )
     by_name = {option.name: option.metadata for option in fields(LaunchConfig)}
     shown = set(GROUPS)
-    if given.named:
+    if named:
         shown = set()
-        for name in given.named:
+        for name in named:
             shown.update(RELATED.get(name, (by_name[name]["group"],) if name in by_name else (name,)))
     else:
         general = parser.add_argument_group("General")
@@ -314,7 +314,7 @@ def _help(given: Given) -> str:
         if group == "paradigm":
             for start in ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config", "tpu"):
                 _add(section, [f"--{start}"], f"{_REFUSED[start]}: not supported yet", None, None)
-    return parser.format_help().rstrip()
+    return parser
 
 
 def _add(group: Any, names: list[str], text: str, metavar: str | None, choices: Sequence[str] | None) -> None:

@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     if "--" in words:
         split = words.index("--")
         words, command = words[:split], words[split + 1 :]
-    arguments = _parser().parse_args(words)
+    arguments = make_parser().parse_args(words)
     if arguments.what == "record":
         return _record(arguments, command)
     if command:
@@ -48,7 +48,8 @@ def run(argv: Sequence[str]) -> int:
     return _diff(arguments) if arguments.what == "diff" else _html(arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The options of the three subcommands."""
     parser = argparse.ArgumentParser(prog="lockstep numerics", description="The numbers of a run, kept and compared.")
     kinds = parser.add_subparsers(dest="what", required=True, metavar="record|diff|html")
     record = kinds.add_parser(

@@ -40,6 +40,17 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 }
 """Setting -> the variables that can carry it, in order of precedence."""
 
+MEANINGS: dict[str, str] = {
+    "device": "device of this process, such as cuda:1",
+    "reproducible": "the same parameters on any number of processes",
+    "save_on_signal": "save the state on SIGTERM and SIGUSR1, then end the job",
+    "nan_policy": "what happens at a loss or gradient that is NaN or inf: warn, skip, stop or off",
+    "stall_seconds": "seconds after which the guard reports a wait that may still end",
+    "replica_check_steps": "optimizer steps between two comparisons of the ranks' weights; 0 for none",
+    "log_level": "level of the library's log lines",
+}
+"""What the settings mean that no flag of ``lockstep launch`` sets."""
+
 UNBUILT: dict[str, str] = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",

@@ -126,7 +126,7 @@ def test_any_command_line_is_read_or_refused(argv: list[str]) -> None:
     found = launch.read(argv)
     assert found.rest == argv[len(argv) - len(found.rest) :]
     assert all(name in OPTIONS for name in found.flags)
-    launch._help(found)
+    launch.make_parser(found.named).format_help()
 
 
 flag_words = st.sampled_from(sorted(set(OPTIONS) - {"debug"})).flatmap(
@@ -291,7 +291,7 @@ def shown_groups(text: str) -> set[str]:
 
 
 def test_help_shows_every_flag_once() -> None:
-    text = launch._help(read("-h"))
+    text = launch.make_parser(read("-h").named).format_help()
     assert shown_groups(text) == set(GROUPS)
     for name in (*OPTIONS, *launch._OWN):
         assert f"--{name}" in text.replace(",", " ").split() or f"--{name} " in text, name
@@ -311,7 +311,7 @@ def test_help_shows_every_flag_once() -> None:
     ],
 )
 def test_help_with_flags_shows_their_groups(words: list[str], groups: set[str]) -> None:
-    text = launch._help(launch.read(words))
+    text = launch.make_parser(launch.read(words).named).format_help()
     assert shown_groups(text) == groups
     assert "General:" not in text
 
