@@ -48,6 +48,7 @@ MEANINGS: dict[str, str] = {
     "stall_seconds": "seconds after which the guard reports a wait that may still end",
     "replica_check_steps": "optimizer steps between two comparisons of the ranks' weights; 0 for none",
     "log_level": "level of the library's log lines",
+    "init_include_buffers": "leave buffers without values too, under init_empty_weights",
 }
 """What the settings mean that no flag of ``lockstep launch`` sets."""
 
