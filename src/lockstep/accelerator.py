@@ -2,58 +2,60 @@
 
 from __future__ import annotations
 
-import itertools
+import os
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from time import monotonic
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lockstep import current
-from lockstep.checkpoint.checkpoint_methods import ModelFileMethods
-from lockstep.comm import rng
-from lockstep.comm.collective_methods import CollectiveMethods
+from lockstep.comm import control, rng, tensors
+from lockstep.comm.process_info import ProcessView
 from lockstep.config import env
 from lockstep.config.choices import DebugTool, PrecisionType
 from lockstep.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
-    GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from lockstep.config.settings import read_settings
-from lockstep.data.current_batch import CurrentBatch
-from lockstep.data.global_batch import GlobalBatch, name_samples
+from lockstep.config.settings import Settings, read_settings
+from lockstep.config.sizes import check_size
 from lockstep.data.loader import PreparedDataLoader
-from lockstep.errors import UsageError
+from lockstep.data.options import DataOptions
+from lockstep.data.prepare import skip_first_batches
+from lockstep.errors import ConfigError
 from lockstep.memory.oom_report import advise
-from lockstep.numerics.policy import MonitorContext
-from lockstep.optim import clip
-from lockstep.optim.accumulation import Accumulation, silenced
-from lockstep.optim.microbatch import MicroBatch
+from lockstep.numerics.monitors import start_monitors
 from lockstep.optim.optimizer import PreparedOptimizer
 from lockstep.optim.scheduler import PreparedScheduler
-from lockstep.optim.unprepared_check import refuse_strangers
-from lockstep.optim.unprepared_schedule import ScheduleCheck
 from lockstep.precision import mixed
 from lockstep.rundir.crash_report import ADVISERS
 from lockstep.state import AcceleratorState, GradientState, fix_precision
-from lockstep.strategies.choose import choose
+from lockstep.topology.memory import empty_cache
 from lockstep.topology.topology import Topology
-from lockstep.training.prepare import PrepareMethods
+from lockstep.training import step as training_step
+from lockstep.training import unwrap
+from lockstep.training.accumulate import MicroBatch
+from lockstep.training.prepare import Preparer, prepare
+from lockstep.training.state import TrainingState
 
 if TYPE_CHECKING:
-    from lockstep.optim.run_summary import RunSummary
+    from torch.utils.hooks import RemovableHandle
 
-_numbers = itertools.count()
+    from lockstep.checkpoint.manager import CheckpointManager, LoadHook, SaveHook
+    from lockstep.checkpoint.preemption import Preemption
+    from lockstep.comm.agree import Agreement
+
 _living: weakref.WeakValueDictionary[int, Accelerator] = weakref.WeakValueDictionary()
 """The accelerators of this process, by their numbers."""
 _LATER = (
@@ -65,7 +67,7 @@ _LATER = (
 """Names of the known interface that this release does not have."""
 
 
-class Accelerator(PrepareMethods, CollectiveMethods, ModelFileMethods):
+class Accelerator(ProcessView, DataOptions):
     """Runs a training script on one device or many.
 
     Arguments are those of Accelerate, with these additions: ``step_with_optimizer`` is the guides' name for
@@ -109,7 +111,7 @@ class Accelerator(PrepareMethods, CollectiveMethods, ModelFileMethods):
         save_on_signal: bool | None = None,
     ) -> None:
         environ = env.snapshot()
-        self._settings = settings = read_settings(
+        settings = read_settings(
             environ,
             device_placement=device_placement,
             split_batches=split_batches,
@@ -141,57 +143,27 @@ class Accelerator(PrepareMethods, CollectiveMethods, ModelFileMethods):
                 "log_with": log_with,
             },
         )
-        init = settings.handlers.get(InitProcessGroupKwargs)
-        # A second Accelerator that says nothing of debug mode does not end it.
-        debug_mode = DebugTool.COLLECTIVES in settings.debug or (False if debug is False else None)
-        session = current.require(
+        self._session = session = current.require(
             cpu=cpu,
-            init=init,  # type: ignore[arg-type]
-            debug=debug_mode,
-            check=self._check_place,
+            init=settings.handlers.get(InitProcessGroupKwargs),  # type: ignore[arg-type]
+            # A second Accelerator that says nothing of debug mode does not end it.
+            debug=DebugTool.COLLECTIVES in settings.debug or (False if debug is False else None),
+            check=lambda topology: _check_place(settings, topology),
             project_dir=settings.project.project_dir,
         )
-        self._session, self._topology, self._group = session, session.topology, session.group
-        asked = None if settings.mixed_precision is None else settings.mixed_precision.value
-        mode = PrecisionType(fix_precision(session, asked))
-        self._precision = mixed.Precision(mode, self.device, settings.handler(AutocastKwargs))
-        self._scaler = self._precision.make_scaler(settings.handler(GradScalerKwargs))
-        self._current_batch = CurrentBatch()
-        self._accumulation = Accumulation(settings.accumulation, self._current_batch)
-        choice = choose(self._topology, self._group, settings.handler(DistributedDataParallelKwargs))
-        self._strategy, self._strategy_reason = choice.strategy, choice.reason
+        self._settings = settings
         self.dataloader_config = settings.data
         self.device_placement = settings.device_placement
-        self.project_configuration = settings.project
-        self._models: list[nn.Module] = []
-        self._optimizers: list[PreparedOptimizer] = []
-        self._schedulers: list[PreparedScheduler] = []
-        self._dataloaders: list[PreparedDataLoader] = []
-        self._prepared = (self._models, self._optimizers, self._schedulers, self._dataloaders)
-        self._updates = 0
-        self._number = next(_numbers)
-        _living[self._number] = self
-        self._record: RunSummary | None = None
-        """How the run is set up; None before its first update."""
-        self._guarded = False
-        self._schedule_check = ScheduleCheck(self._optimizers, self._schedulers)
-        self._start_watching(
-            self._group,
-            settings.nan_policy,
-            settings.debug,
-            settings.numerics_record,
-            scaled=self._scaler is not None,
-            around=MonitorContext(
-                samples=self._current_round,
-                spell=_spell_samples,
-                update=lambda: self._updates,
-                folder=None if session.directory is None else session.directory.numerics,
-                number=self._number,
-            ),
-        )
-        self._group.on_rebuild(self._start_again)
-        session.accelerator = self
-        self._heed_signals(settings.save_on_signal)
+        asked = None if settings.mixed_precision is None else settings.mixed_precision.value
+        mode = PrecisionType(fix_precision(session, asked))
+        precision = mixed.Precision(mode, self.device, settings.handler(AutocastKwargs))
+        self._state = TrainingState.build(session.topology, session.group, settings, precision)
+        _living[self._state.number] = self
+        start_monitors(self._state, settings, None if session.directory is None else session.directory.numerics)
+        session.training = self._state
+        self._trigger = False
+        self._preemption = self._heed_signals() if settings.save_on_signal else None
+        self._preparer = Preparer(self._state, settings, None if self._preemption is None else self._preemption.check)
         if advise not in ADVISERS:
             ADVISERS.append(advise)
         if settings.reproducible:
@@ -199,18 +171,17 @@ class Accelerator(PrepareMethods, CollectiveMethods, ModelFileMethods):
 
             get_logger(__name__).info("reproducible: the order comes from the seed, and every sample counts the same")
 
-    def _check_place(self, topology: Topology) -> None:
-        """Refuse what the device cannot do, before a process group is made."""
-        rng.check_types(self._settings.rng_types, topology.device)
-        if self._settings.mixed_precision is not None:
-            mixed.check_device(self._settings.mixed_precision, topology.device)
+    def _heed_signals(self) -> Preemption:
+        from lockstep.checkpoint.preemption import Preemption  # loaded where it is used, as few scripts do
+
+        return Preemption(self._state, self.save_state, self.end_training)
 
     def __repr__(self) -> str:
-        if "_strategy" not in self.__dict__:  # unpickled in a process that is not its own
-            return f"Accelerator({self._topology})"
+        if "_state" not in self.__dict__:  # unpickled in a process that is not its own
+            return f"Accelerator({self._session.topology})"
         return (
-            f"Accelerator({self._topology}; {self._strategy_reason}; mixed precision "
-            f"{self._precision.mode} from {self._settings.precision_source})"
+            f"Accelerator({self._session.topology}; {self._state.strategy_reason}; mixed precision "
+            f"{self.mixed_precision} from {self._settings.precision_source})"
         )
 
     @classmethod
@@ -220,11 +191,12 @@ class Accelerator(PrepareMethods, CollectiveMethods, ModelFileMethods):
     def __reduce__(self) -> tuple[Any, ...]:
         from lockstep.comm import pickling
 
-        number = self.__dict__.get("_number")
-        return pickling.taken_apart(self, number, self._session.mixed_precision)
+        state = self.__dict__.get("_state")
+        return pickling.taken_apart(self, None if state is None else state.number, self._session.mixed_precision)
 
     def __getattr__(self, name: str) -> Any:
-        away = getattr(self.__dict__.get("_group"), "away", None)
+        session = self.__dict__.get("_session")
+        away = None if session is None else getattr(session.group, "away", None)
         if away and not name.startswith("__"):
             raise AttributeError(f"Accelerator.{name}: {away}")
         if name in _LATER.split(", "):
@@ -242,7 +214,7 @@ class Accelerator(PrepareMethods, CollectiveMethods, ModelFileMethods):
     @property
     def gradient_state(self) -> GradientState:
         """A view of where accumulation stands."""
-        return GradientState(accumulation=self._accumulation)
+        return GradientState(accumulation=self._state.accumulation)
 
     @property
     def multi_device(self) -> bool:
@@ -252,7 +224,16 @@ class Accelerator(PrepareMethods, CollectiveMethods, ModelFileMethods):
     @property
     def mixed_precision(self) -> str:
         """Precision of the forward pass."""
-        return self._precision.mode.value
+        return self._state.precision.mode.value
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where files go, and the number of the next checkpoint."""
+        return self._state.project
+
+    @project_configuration.setter
+    def project_configuration(self, value: ProjectConfiguration) -> None:
+        self._state.project = value
 
     @property
     def project_dir(self) -> str | None:
@@ -269,6 +250,10 @@ class Accelerator(PrepareMethods, CollectiveMethods, ModelFileMethods):
         """The number of the next checkpoint."""
         return self.project_configuration.iteration
 
+    @property
+    def _models(self) -> list[nn.Module]:
+        return self._state.models  # transformers' Trainer looks here
+
     # --- options in force --------------------------------------------------------------------------------------
 
     @property
@@ -283,82 +268,135 @@ class Accelerator(PrepareMethods, CollectiveMethods, ModelFileMethods):
 
     def end_training(self) -> None:
         """Leave the job, when a checkpoint that is being written is complete."""
-        self._heed_signals(False)
+        if self._preemption is not None:
+            self._preemption.close()
         self.wait_for_checkpoint()
         current.reset()
+
+    # --- preparing ---------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
+        """Called on: all ranks. Make models, optimizers, loaders and schedulers ready, in the order given.
+
+        Other objects come back as they are, and so does what this accelerator has prepared before, unless a model's
+        parameters have changed since.
+        """
+        return prepare(self, args, device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Called on: all ranks. One model, on its device, in its precision, averaging gradients over the ranks.
+
+        One that was prepared before is wrapped anew when its parameters have changed, or which of them are trained.
+        """
+        return self._preparer.prepare_model(model, self._place(device_placement), evaluation_mode)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> PreparedOptimizer:
+        """One optimizer, stepping only when an update is due."""
+        return self._preparer.prepare_optimizer(optimizer)
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """One learning rate scheduler, following the optimizer it was made for."""
+        return self._preparer.prepare_scheduler(scheduler, 1 if self.split_batches else self.num_processes)
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> PreparedDataLoader:
+        """Called on: all ranks. One loader: this rank's share of it."""
+        place, options = self._place(device_placement), self.dataloader_config
+        return self._preparer.prepare_data_loader(data_loader, options, place, slice_fn_for_dispatch)
+
+    def _place(self, asked: bool | None) -> bool:
+        return self.device_placement if asked is None else asked
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """The loader without its first batches on each rank; indexed samples that are skipped are not read."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The user's model, out of what ``prepare`` put around it."""
+        return self._state.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether the model is spread over several devices."""
+        return unwrap.spans_devices(model)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Let go of everything that was prepared, and of the device's cache; gives a None for each object."""
+        self._state.clear()
+        empty_cache()
+        return [None] * len(objects)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """The same as ``free_memory``."""
+        return self.free_memory(*objects)
 
     # --- training ----------------------------------------------------------------------------------------------
 
     @property
     def sync_gradients(self) -> bool:
         """Whether this micro-batch completes an update."""
-        return self._accumulation.sync_gradients
+        return self._state.accumulation.sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        self._accumulation.sync_gradients = bool(value)
+        self._state.accumulation.sync_gradients = bool(value)
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per update."""
-        return self._accumulation.num_steps
+        return self._state.accumulation.num_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        self._accumulation.set_steps(value)
+        self._state.accumulation.set_steps(value)
 
     @property
     def step(self) -> int:
         """Micro-batches since the last end of a loader."""
-        return self._accumulation.step
+        return self._state.accumulation.step
 
     @step.setter
     def step(self, value: int) -> None:
-        self._accumulation.step = value
+        self._state.accumulation.step = value
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """Torch's loss scaler; None unless training in fp16."""
-        return None if self._scaler is None else self._scaler.torch_scaler
+        return self._state.torch_scaler
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether an optimizer's last update was dropped: by an fp16 overflow, or by ``nan_policy="skip"``."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._state.optimizers)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """One micro-batch: gradients stay on this rank until the one that completes an update."""
-        if self._accumulation.num_steps > 1 and not self._guarded:
-            self._guarded = True
-            refuse_strangers(self._accumulation, self._parameters)
-        return MicroBatch(self._strategy, self._accumulation, models, self._schedule_check)
+        return MicroBatch(self._state, models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A region in which backward leaves the model's gradients on this rank."""
-        return self._strategy.no_sync(model) or nullcontext()
+        return self._state.strategy.no_sync(model) or nullcontext()
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """A region whose backward averages the gradients of forwards that ran under ``no_sync``."""
-        return self._strategy.forced_sync(model)
+        return self._state.strategy.forced_sync(model)
 
-    @contextmanager
-    def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None = None) -> Iterator[None]:
+    def join_uneven_inputs(
+        self, joinables: Iterable[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
         """Called on: all ranks. A region in which each rank may train these models on as many batches as it has.
 
         A rank that has run out waits at the region's end, where all get the same weights and optimizer states. Inside,
         each forward has its backward, and ranks do nothing else together. ``even_batches`` overrides that of the
         loaders; when it is True the ranks have equally many batches, and nothing is done.
         """
-        loaders = [] if even_batches is None else [(loader, loader.even_batches) for loader in self._dataloaders]
-        states = (*self._optimizers, *self._schedulers, *(() if self.scaler is None else (self.scaler,)))
-        try:
-            for loader, _ in loaders:
-                loader.even_batches = bool(even_batches)
-            with nullcontext() if even_batches else self._strategy.join(joinables, self._accumulation, states):
-                yield
-        finally:
-            for loader, before in loaders:
-                loader.even_batches = before
+        return training_step.join_uneven_inputs(self._state, joinables, even_batches)
 
     def backward(self, loss: Tensor, *, num_items: Any = None, **kwargs: Any) -> None:
         """Called on: all ranks. Backward of a loss that is a mean, scaled for the accumulation window.
@@ -367,125 +405,23 @@ class Accelerator(PrepareMethods, CollectiveMethods, ModelFileMethods):
         the gradient is that of the mean over all items, however they are split. With ``reproducible`` it is the
         number of real samples in the loader's batch, unless another is given.
         """
-        accumulation = self._accumulation
-        if num_items is None:
-            num_items = self._items_of_batch()
-        # A mean over nothing is no number, and counts for nothing.
-        if self._watch is not None and isinstance(loss, Tensor) and (num_items is None or num_items):
-            loss = self._watch.loss(loss)
-        if num_items is None:
-            loss = accumulation.scaled(loss)
-        else:
-            loss = accumulation.weighted(self._group, loss, num_items)
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
-        box = self._group.box
-        iteration = self._current_batch.training
-        entered = self._strategy.enter_backward(loss, 0 if iteration is None else iteration.turn)
-        if entered is not None:
-            self._current_batch.trained()
-        number = -1 if entered is None else entered
-        if number < 0:
-            box.phase("backward, not averaging")
-        clock = self._group.clock
-        began = monotonic()
-        try:
-            if num_items is not None and not num_items:
-                with silenced(self._parameters()):
-                    loss.backward(**kwargs)
-            else:
-                loss.backward(**kwargs)
-        except RuntimeError as error:
-            if self._group.is_consequence(error):
-                raise self._group.explain(error, "averaging gradients") from None
-            raise
-        finally:
-            if number < 0:
-                box.phase("")
-            box.leave(number)
-        if number > 0 and clock is not None and clock.on:
-            clock.backwards.append((began, monotonic()))
-        if accumulation.sync_gradients:
-            self._complete_update(num_items is not None, counts=entered is not None)
-        if self._watch is not None and self._watch.pending:
-            self._watch.report()
-
-    def _complete_update(self, weighted: bool, counts: bool = True) -> None:
-        """Called on: all ranks. After the backward that closes a window: bring its gradients to scale.
-
-        Something that one rank trains beside the models does not count as an update: ranks compare their numbers.
-        """
-        if counts:
-            self._updates += 1
-            self._group.box.step(self._updates)
-        if weighted:
-            self._accumulation.divide_by_items(self._group, self._parameters())
-        elif not self._accumulation.settled:
-            self._accumulation.rescale_gradients(self._parameters())
-        if self._on_update is not None:
-            self._on_update()
-
-    def _items_of_batch(self) -> int | None:
-        """What a batch counts for where nobody says: its samples when results are to be reproducible, else nothing."""
-        return self._real_samples() if self._settings.reproducible else None
-
-    def _current_round(self) -> GlobalBatch | None:
-        """What all ranks train on now; None when no prepared loader is being iterated."""
-        return self._current_batch.round
-
-    def _real_samples(self) -> int:
-        """How many samples of this rank's batch are no repeats."""
-        now = self._current_batch.round
-        if now is None:
-            raise UsageError(
-                "reproducible=True weights each loss by the samples of its batch, and no prepared loader is being "
-                "iterated. Prepare the loader, or say what the loss is a mean of: backward(loss, num_items=…)."
-            )
-        return now.real[self.process_index]
-
-    def _parameters(self) -> list[Tensor]:
-        """What is being trained: the parameters of prepared models and optimizers, each once."""
-        of_models = (parameter for model in self._models for parameter in model.parameters())
-        of_optimizers = (parameter for optimizer in self._optimizers for parameter in optimizer.parameters())
-        return list({id(parameter): parameter for parameter in (*of_models, *of_optimizers)}.values())
+        training_step.backward(self._state, loss, num_items, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Take fp16's loss scale out of the gradients; nothing in other precisions."""
-        if self._scaler is None or not self._accumulation.sync_gradients:
-            return
-        chosen = self._optimizers if optimizer is None else optimizer
-        for item in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
-            self._scaler.unscale(item.optimizer if isinstance(item, PreparedOptimizer) else item)
+        training_step.unscale_gradients(self._state, optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip the norm of the gradients and give it as it was; nothing is clipped while an update is not due."""
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        self.unscale_gradients(self._owners(chosen))
-        due = self._accumulation.sync_gradients
-        scale = 1.0 if due or self._scaler is None else self._scaler.current()
-        sparing = self._watch is not None and self._watch.spares
-        norm = clip.clip_norm(chosen, max_norm, norm_type, due=due, scale=scale, sparing=sparing)
-        if self._watch is not None and due:
-            self._watch.norm(norm, chosen)
-        return norm
+        return training_step.clip_norm(self._state, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each gradient value; nothing is clipped while an update is not due."""
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        self.unscale_gradients(self._owners(chosen))
-        if self._accumulation.sync_gradients:
-            torch.nn.utils.clip_grad_value_(chosen, clip_value)
-
-    def _owners(self, parameters: list[Tensor]) -> list[PreparedOptimizer]:
-        """The optimizers of these parameters: another one's gradients may not be complete yet."""
-        if self._scaler is None:
-            return []
-        wanted = {id(parameter) for parameter in parameters}
-        return [item for item in self._optimizers if any(id(owned) in wanted for owned in item.parameters())]
+        training_step.clip_value(self._state, parameters, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """A region that computes in the accelerator's precision."""
-        return self._precision.autocast(autocast_handler)
+        return self._state.precision.autocast(autocast_handler)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """A region recorded by torch's profiler."""
@@ -493,16 +429,209 @@ class Accelerator(PrepareMethods, CollectiveMethods, ModelFileMethods):
 
         return profiler(profile_handler or self._settings.handler(ProfileKwargs), self.process_index)
 
-    # --- talking to other ranks --------------------------------------------------------------------------------
+    @property
+    def microbatch_size(self) -> int | None:
+        """The most samples that ``auto_microbatch`` computes at once; None while every batch has fitted whole."""
+        return self._state.microbatch_size
+
+    @microbatch_size.setter
+    def microbatch_size(self, value: int | None) -> None:
+        self._state.microbatch_size = None if value is None else check_size(value, "microbatch_size")
+
+    def auto_microbatch(
+        self,
+        batch: Any,
+        compute_loss: Callable[[Any], Tensor],
+        *,
+        num_items: Callable[[Any], Any] | None = None,
+        split: Callable[[Any, slice], Any] | None = None,
+    ) -> Tensor:
+        """Called on: all ranks. Forward and backward of one batch, in smaller parts on all ranks when memory runs out.
+
+        Gradients are averaged once, after the last part, and are those of the whole batch. Returns its loss.
+
+        Args:
+            batch: Tensors, or tuples, lists, mappings and dataclasses of them; split along the first dimension.
+            compute_loss: Gets a part of the batch, runs the model, returns the mean loss over the part's samples. It is
+                called again for samples whose part did not fit, and does nothing with other ranks.
+            num_items: A function of a part that counts what the loss is a mean of, where that is not samples.
+            split: A function of the batch and a slice of its rows, for batches of another form.
+        """
+        from lockstep.memory.microbatch import train_on  # loaded where it is used, as few scripts do
+
+        return train_on(self._state, batch, compute_loss, num_items, split)
+
+    # --- with other ranks --------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Called on: all ranks. Each tensor of the structure from all ranks, joined along the first dimension."""
+        return tensors.gather(self._session.group, tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Called on: all ranks. Each tensor of the structure summed over the ranks; or their "mean", or their "max"."""
+        return tensors.reduce(self._session.group, tensor, reduction, scale)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int | float = 0, pad_first: bool = False
+    ) -> Any:
+        """Called on: all ranks. Each tensor padded to its largest size on any rank."""
+        return tensors.pad_across_processes(self._session.group, tensor, dim, pad_index, pad_first)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Called on: all ranks. The same, without the samples that were repeated to fill the last batch."""
         from lockstep.data import metrics  # loaded where it is used, as not every script evaluates
 
-        newest = self._current_batch.newest
+        newest = self._state.current_batch.newest
         now, counts = (None, None) if newest is None else (newest.round, newest.item_counts)
-        return metrics.gather(self._group, input_data, now, as_objects=use_gather_object, counts=counts)
+        return metrics.gather(self._session.group, input_data, now, as_objects=use_gather_object, counts=counts)
+
+    def set_trigger(self) -> None:
+        """Say on this rank that something has happened that all ranks should learn of."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Called on: all ranks. Whether any rank has set the trigger since the last check."""
+        raised = control.any_rank(self._session.group, self._trigger, "check_trigger")
+        self._trigger = self._trigger and not raised
+        return raised
+
+    def agree(self, step: Callable[[], Any]) -> Agreement[Any]:
+        """Called on: all ranks. Run a step on every rank; when it fails on any, all leave it and learn who failed."""
+        from lockstep.comm.agree import agree  # loaded where it is used, as few scripts do
+
+        return agree(self._session.group, step)
+
+    set_breakpoint = set_trigger
+    check_breakpoint = check_trigger
+
+    # --- files of models ---------------------------------------------------------------------------------------
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+        durable: bool = True,
+    ) -> None:
+        """Called on: the main process, or all ranks. Write the model's weights for other tools to load.
+
+        The main process writes; the others do nothing, and nobody waits. Files that are there already stay as they are
+        until all new ones are complete; those of an earlier save that would be mixed up with them are removed. With
+        ``durable`` it waits until the disk has everything.
+        """
+        from lockstep.model_files import save as saving
+
+        saving.save_model(
+            self.get_state_dict(model),
+            Path(save_directory),
+            max_shard_size,
+            safe_serialization,
+            durable=durable,
+            here=self._writes(),
+        )
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's state dict, by default under the names it has without anything around it."""
+        from lockstep.strategies.unwrap import inner_model
+
+        return inner_model(self.unwrap_model(model)).state_dict() if unwrap else model.state_dict()
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object to a file (a path or an open one) in the main process; others do nothing, and none waits."""
+        if self._writes():
+            from lockstep.model_files import save as saving
+
+            saving.save_object(obj, f, safe_serialization)
+
+    def _writes(self) -> bool:
+        each = self.project_configuration.save_on_each_node
+        return self._session.topology.is_local_main if each else self._session.topology.is_main
+
+    # --- the state of the run ----------------------------------------------------------------------------------
+
+    @cached_property
+    def _checkpoints(self) -> CheckpointManager:
+        from lockstep.checkpoint.manager import CheckpointManager
+
+        return CheckpointManager(self._state)
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        blocking: bool = True,
+        durable: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Called on: all ranks. Save all that the run needs to resume; the folder, which is complete or not there.
+
+        Called on the main process alone, it saves what that has, and logs what a resumed run will lack.
+
+        Args:
+            output_dir: The folder. With ``automatic_checkpoint_naming`` it is ``checkpoints/checkpoint_N`` instead.
+            safe_serialization: Whether models go into safetensors files.
+            blocking: With False the state is copied to host memory, and written while training goes on.
+            durable: Whether to wait until the disk has everything, so that a power cut cannot undo it.
+            save_model_func_kwargs: None are known.
+        """
+        _refuse(save_model_func_kwargs, "save_state")
+        return self._checkpoints.save(output_dir, safe=safe_serialization, blocking=blocking, durable=durable)
+
+    def wait_for_checkpoint(self) -> None:
+        """Until a save in the background has ended; raises what it failed with. Nothing when there is none."""
+        if "_checkpoints" in self.__dict__:
+            self._checkpoints.wait()
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        trusted: bool = False,
+        strict: bool = True,
+        **load_model_func_kwargs: Any,
+    ) -> str | None:
+        """Called on: all ranks. Go on where a state was saved; the folder it came from.
+
+        Args:
+            input_dir: The folder. Without it, the newest of ``checkpoints/checkpoint_N`` that is whole; None is given
+                when there is none yet, so that a script can always call this.
+            load_kwargs: None are known.
+            trusted: Whether files may hold any pickled object, as some of Accelerate's do. Loading those can run any
+                code: only for files whose origin you know.
+            strict: Whether the names of a model's weights must be those in the file.
+            load_model_func_kwargs: ``map_location`` is taken and has no effect: values go to where the objects are.
+        """
+        load_model_func_kwargs.pop("map_location", None)
+        _refuse({**(load_kwargs or {}), **load_model_func_kwargs}, "load_state")
+        return self._checkpoints.load(input_dir, trusted=trusted, strict=strict)
+
+    # --- what is saved -----------------------------------------------------------------------------------------
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Have objects with ``state_dict`` and ``load_state_dict`` saved and loaded too."""
+        self._checkpoints.register(objects)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Have ``hook(models, weights, output_dir)`` called before each save.
+
+        It may write files there, which become a part of the checkpoint, and take weights off the list.
+        """
+        return self._checkpoints.before_save(hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Have ``hook(models, input_dir)`` called before each load; it may load models itself and take them off."""
+        return self._checkpoints.before_load(hook)
 
 
-def _spell_samples(now: GlobalBatch | None) -> str:
-    return "" if now is None or not now.ids else name_samples(now.ids)
+def _check_place(settings: Settings, topology: Topology) -> None:
+    """Refuse what the device cannot do, before a process group is made."""
+    rng.check_types(settings.rng_types, topology.device)
+    if settings.mixed_precision is not None:
+        mixed.check_device(settings.mixed_precision, topology.device)
+
+
+def _refuse(options: dict[str, Any], name: str) -> None:
+    if options:
+        raise ConfigError(f"{name} does not know {', '.join(sorted(options))}. Leave it out.")

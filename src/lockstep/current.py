@@ -29,6 +29,7 @@ from lockstep.topology.topology import Topology, discover
 
 if TYPE_CHECKING:
     from lockstep.guard.rank import RankGuard
+    from lockstep.training.state import TrainingState
 
 
 @dataclass
@@ -45,8 +46,8 @@ class Session:
     """The folder of this run; None when the process is alone and nobody gave it one."""
     mixed_precision: str | None = None
     """The precision that the first Accelerator of the process settled; None before."""
-    accelerator: Any = None
-    """The newest Accelerator, for the state views that are made without one."""
+    training: TrainingState | None = None
+    """That of the newest Accelerator, for what is called without one."""
 
 
 class _ProcessState:

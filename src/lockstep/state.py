@@ -30,8 +30,7 @@ class PartialState(ProcessView):
             )
         init = InitProcessGroupKwargs(**kwargs) if kwargs else None
         debug = None if current.peek() else DebugTool.COLLECTIVES in read_debug(None, snapshot())
-        self._session = session = current.require(cpu=cpu, init=init, debug=debug)
-        self._topology, self._group = session.topology, session.group
+        self._session = current.require(cpu=cpu, init=init, debug=debug)
 
     @property
     def initialized(self) -> bool:
@@ -46,16 +45,16 @@ class PartialState(ProcessView):
     @property
     def backend(self) -> str | None:
         """What the processes talk over."""
-        return self._group.backend if self.use_distributed else None
+        return self._session.group.backend if self.use_distributed else None
 
     @property
     def debug(self) -> bool:
         """Whether each collective is verified before it runs. Can be switched, on all ranks at the same place."""
-        return self._group.debug
+        return self._session.group.debug
 
     @debug.setter
     def debug(self, verified: bool) -> None:
-        self._group.debug = bool(verified)
+        self._session.group.debug = bool(verified)
 
     def set_device(self) -> None:
         """Make this process's device torch's current one."""
@@ -76,7 +75,7 @@ class PartialState(ProcessView):
             f"Distributed environment: {self.distributed_type}\nBackend: {self.backend}\n"
             f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
-            f"Why: {self._topology.reason}; {self._topology.device_reason}\n"
+            f"Why: {self._session.topology.reason}; {self._session.topology.device_reason}\n"
         )
 
 
@@ -158,8 +157,8 @@ class GradientState:
         accumulation: Accumulation | None = None,
     ) -> None:
         session = current.peek()
-        if accumulation is None and session is not None and session.accelerator is not None:
-            accumulation = session.accelerator._accumulation
+        if accumulation is None and session is not None and session.training is not None:
+            accumulation = session.training.accumulation
         if accumulation is not None and gradient_accumulation_plugin is not None:
             raise UsageError(
                 "GradientState is a view of an Accelerator; give the plugin to "

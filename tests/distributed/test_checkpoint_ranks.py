@@ -195,7 +195,7 @@ def out_of_step(folder: str, *entered: str) -> str:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(1, 1))
     accelerator.wait_for_everyone()
-    box = accelerator._group.box
+    box = accelerator._session.group.box
     box.compare_with(None, lambda name, number, rank: None)  # ranks of other machines cannot be seen
     if name := entered[accelerator.process_index]:
         box.leave(box.enter(name))  # as a rank of another machine would, in a collective that needs no partner
@@ -266,7 +266,7 @@ def saves_without_a_box(folder: str, who: tuple[int, ...]) -> list[str]:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(1, 1))
     if accelerator.process_index in who:
-        accelerator._group.monitor.box = NoBox("the disk is full")
+        accelerator._session.group.monitor.box = NoBox("the disk is full")
     for _ in range(2):
         accelerator.save_state(folder)
     return sorted(name for name in os.listdir(folder) if name.startswith("random_states"))

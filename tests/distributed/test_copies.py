@@ -47,7 +47,7 @@ def equal_on_ranks(accelerator: Accelerator, tensors: list[Tensor]) -> bool:
 def copy_models(ways: list[str], options: dict[str, Any], armed: bool) -> list[list[str]]:
     accelerator = Accelerator(cpu=True, **options)
     if armed:
-        accelerator._group.enable_recovery()
+        accelerator._session.group.enable_recovery()
     net = network()
     data = torch.randn(48, 4, generator=torch.Generator().manual_seed(4))
     model, optimizer, loader = accelerator.prepare(

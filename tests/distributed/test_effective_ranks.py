@@ -195,7 +195,7 @@ def by_real_samples(real: tuple[int, int]) -> float:
     data = torch.tensor([[1.0], [2.0], [3.0], [7.0], [7.0], [7.0 if real[1] else float("nan")]])
     model, loader = accelerator.prepare(model, DataLoader(data, batch_size=3))
     for batch in loader:
-        accelerator._current_batch.newest.round = SimpleNamespace(real=real)
+        accelerator._state.current_batch.newest.round = SimpleNamespace(real=real)
         accelerator.backward(model(batch).mean())
     return model.module.weight.grad.item()
 

@@ -37,7 +37,7 @@ for call in (accelerator.wait_for_everyone, lambda: accelerator.gather(1), parti
         raise AssertionError(call)
 for name in ("gradient_accumulation_steps", "mixed_precision", "nothing"):
     assert not hasattr(accelerator, name)
-assert "pickled in rank 0 of 1" in str(pickle.loads(pickle.dumps(accelerator))._group.away)
+assert "pickled in rank 0 of 1" in str(pickle.loads(pickle.dumps(accelerator))._session.group.away)
 assert lockstep.current.peek() is None
 """
 

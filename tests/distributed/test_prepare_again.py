@@ -140,11 +140,11 @@ def prepare_again(change: str, way: str, folder: str) -> dict[str, Any]:
     accelerator.save_state(folder)
     return {
         "weights": weights(net),
-        "models": len(accelerator._models),
-        "is prepared": accelerator._models == [model] and accelerator.unwrap_model(model) is net,
+        "models": len(accelerator._state.models),
+        "is prepared": accelerator._state.models == [model] and accelerator.unwrap_model(model) is net,
         "old one left": old() is not None and old() is not net,
         "text": text.getvalue(),
-        "watched": len(accelerator._watch._models) if accelerator._watch else 1,
+        "watched": len(getattr(accelerator._state.monitor, "_models", [net])),
     }
 
 
@@ -405,7 +405,7 @@ def evaluate() -> tuple[bool, bool, bool, int]:
     first = accelerator.prepare_model(net, evaluation_mode=True)
     model = accelerator.prepare(net)
     again = accelerator.prepare_model(accelerator.unwrap_model(model), evaluation_mode=True)
-    return first is net, isinstance(model, DistributedDataParallel), again is net, len(accelerator._models)
+    return first is net, isinstance(model, DistributedDataParallel), again is net, len(accelerator._state.models)
 
 
 def test_a_model_for_evaluation_is_not_wrapped_until_it_is_trained() -> None:

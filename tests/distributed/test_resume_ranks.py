@@ -292,7 +292,7 @@ def uneven(folder: str, stop: int) -> dict[str, Any]:
             break
     accelerator.save_state(folder, durable=False)
     again = accelerator.prepare(DataLoader(Samples(5), batch_size=2))
-    accelerator._dataloaders.remove(loader)
+    accelerator._state.loaders.remove(loader)
     accelerator.load_state(folder)
     return {"epoch": again.iteration, "rest": [batch.tolist() for batch in again]}
 

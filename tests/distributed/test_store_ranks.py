@@ -66,7 +66,7 @@ def audit(accelerator: Accelerator, folder: Path, number: int) -> None:
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2))
     for _ in loader:
         pass
-    accelerator._dataloaders.clear()
+    accelerator._state.loaders.clear()
 
 
 def recover(accelerator: Accelerator, folder: Path, number: int) -> None:
@@ -75,11 +75,11 @@ def recover(accelerator: Accelerator, folder: Path, number: int) -> None:
             raise ValueError(number)
         accelerator.wait_for_everyone()
 
-    assert not agree(accelerator._group, step).ok
+    assert not agree(accelerator._session.group, step).ok
 
 
 def meet_bad_numbers(accelerator: Accelerator, folder: Path, number: int) -> None:
-    model, optimizer = accelerator._models[0], accelerator._optimizers[0]
+    model, optimizer = accelerator._state.models[0], accelerator._state.optimizers[0]
     accelerator.backward(model(torch.full((2, 1), float("nan"))).sum())
     optimizer.step()
     optimizer.zero_grad()
@@ -103,7 +103,7 @@ def keys_after(kind: str, count: int, folder: Path) -> list[list[str]]:
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(1, 1)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    store: Any = accelerator._group.store.raw
+    store: Any = accelerator._session.group.store.raw
     found = []
     for number in range(count):
         do, warm, _ = KINDS[kind]
@@ -264,7 +264,7 @@ for epoch in range(2):
         if accelerator.process_index == epoch % 2:
             raise ValueError(epoch)
         accelerator.wait_for_everyone()
-    agree(accelerator._group, step)
+    agree(accelerator._session.group, step)
 accelerator.wait_for_checkpoint()
 print("sum", total, "weight", float(next(model.parameters())), flush=True)
 """

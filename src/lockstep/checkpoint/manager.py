@@ -1,4 +1,4 @@
-"""Checkpoints of one accelerator's whole state: what is in them, where they are, and what goes with each."""
+"""Checkpoints of a training's whole state: what is in them, where they are, and what goes with each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.distributed import DistError
@@ -23,19 +23,17 @@ from lockstep.logging import get_notices
 from lockstep.storage import commit
 from lockstep.storage.disk import Disk
 from lockstep.strategies.unwrap import inner_model
-
-if TYPE_CHECKING:
-    from lockstep.checkpoint.checkpoint_methods import StateMethods
+from lockstep.training.state import TrainingState
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
 
 
 class CheckpointManager:
-    """Saves and loads what an accelerator has prepared."""
+    """Saves and loads what a training consists of."""
 
-    def __init__(self, owner: StateMethods) -> None:
-        self._owner = owner
+    def __init__(self, training: TrainingState) -> None:
+        self._training = training
         self.custom: list[Any] = []
         """What else is saved: objects that were registered."""
         self.disk = Disk()
@@ -44,6 +42,20 @@ class CheckpointManager:
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self._background = Background()
         self._was_alone = self._argument_reported = False
+
+    def register(self, objects: tuple[Any, ...]) -> None:
+        """Save and load these objects too."""
+        unfit = [
+            f"a {type(item).__name__} (argument {place})"
+            for place, item in enumerate(objects, 1)
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))
+        ]
+        if unfit:
+            raise ConfigError(
+                f"register_for_checkpointing was given {', '.join(unfit)}. Objects need state_dict() and "
+                "load_state_dict(); give a small class of your own these two."
+            )
+        self.custom += [item for item in objects if not any(item is other for other in self.custom)]
 
     def before_save(self, hook: SaveHook) -> RemovableHandle:
         """Have it called before each save."""
@@ -58,15 +70,15 @@ class CheckpointManager:
     def save(self, output_dir: str | os.PathLike[str] | None, *, safe: bool, blocking: bool, durable: bool) -> str:
         """Called on: all ranks. Save everything; the folder."""
         self.wait()
-        owner = self._owner
-        group, project = owner._group, owner.project_configuration
+        training = self._training
+        group, project = training.group, training.project
         with self._in_phase("checkpoint"):
             absent = save_rendezvous.find_absent(group)
             alone = bool(absent)
             if alone and group.rank != 0:
                 return ""  # the main process saves, and this rank has nothing to add to it any more
             request = SaveRequest(project=project, output_dir=output_dir, safe=safe, durable=durable, alone=alone)
-            site = SaveContext(topology=owner._topology, disk=self.disk, request=request)
+            site = SaveContext(topology=training.topology, disk=self.disk, request=request)
             talk = save_rendezvous.by_one if alone else exchange.by_collective(group)
             save.begin(site, talk)
             if output_dir is not None and project.automatic_checkpoint_naming and not self._argument_reported:
@@ -115,32 +127,32 @@ class CheckpointManager:
         mark: Mark,
         failure: Exception | None,
     ) -> None:
-        bar = Bar(f"saving {site.place.name}", content.nbytes(), self._owner._topology.is_main)
+        bar = Bar(f"saving {site.place.name}", content.nbytes(), self._training.topology.is_main)
         site.moved = bar.moved
         try:
             save.finish(site, content, talk, mark, failure)
         except DistError as error:  # in the background, of the store: the rank that hosts it has ended
-            raise self._owner._group.explain(error, "saving a state") from None
+            raise self._training.group.explain(error, "saving a state") from None
         finally:
             bar.close()
 
     def _mark(self) -> Mark:
-        owner, box = self._owner, self._owner._group.box
+        box = self._training.group.box
         generation, number, _ = box.mark()
-        names, sums = owner._strategy.checksums()
+        names, sums = self._training.strategy.checksums()
         return Mark(generation=generation, number=number, digest=box.digest(), checksums=sums, names=tuple(names))
 
     def _capture(self, site: SaveContext) -> Content:
-        owner, objects = self._owner, self._objects()
+        training, objects = self._training, self._objects()
         models: list[dict[str, Any]] = [model.state_dict() for model in objects.models]
         for hook in self._save_hooks.values():
-            hook(owner._models, models, str(site.folder))
+            hook(training.models, models, str(site.folder))
         files = state.own_files(objects)
         if not site.is_home:
             return Content(files=files)
-        record = None if owner._record is None else owner._record.to_dict()
+        record = None if training.run_summary is None else training.run_summary.to_dict()
         files = {**state.common_files(objects), **files}
-        counters = {**state.counters(objects, owner._updates, record), "alone": site.request.alone}
+        counters = {**state.counters(objects, training.updates, record), "alone": site.request.alone}
         return Content(weights=models, files=files, counters=counters)
 
     def wait(self) -> None:
@@ -152,12 +164,12 @@ class CheckpointManager:
     def load(self, input_dir: str | os.PathLike[str] | None, *, trusted: bool, strict: bool) -> str | None:
         """Called on: all ranks. Load everything; the folder it came from, None when there is none yet."""
         self.wait()
-        owner = self._owner
+        training = self._training
         request = LoadRequest(**self._where(input_dir), trusted=trusted, strict=strict)
         with self._in_phase("loading a checkpoint"):
-            talk = exchange.by_collective(owner._group)
-            outcome = load.load(request, self._objects(), owner._topology, talk, self._to_load)
-            owner._strategy.restart()
+            talk = exchange.by_collective(training.group)
+            outcome = load.load(request, self._objects(), training.topology, talk, self._to_load)
+            training.strategy.restart()
         notices = get_notices("lockstep.checkpoint")
         if outcome is None:
             notices.info(f"There is no checkpoint in {request.place} yet: starting from the beginning.")
@@ -174,7 +186,7 @@ class CheckpointManager:
             place = Path(os.path.abspath(os.path.expanduser(input_dir)))
             many = place.is_dir() and discovery.inspect_folder(place).manifest is None and bool(commit.numbered(place))
             return {"place": place, "many": many}
-        project = self._owner.project_configuration
+        project = self._training.project
         if not project.automatic_checkpoint_naming:
             raise ConfigError(
                 "load_state() was given no folder. Pass one, or use ProjectConfiguration(project_dir=…, "
@@ -184,15 +196,15 @@ class CheckpointManager:
 
     def _to_load(self, folder: Path) -> list[nn.Module]:
         """The models whose weights are to be read from the folder, when hooks have taken theirs."""
-        models = list(self._owner._models)
+        models = list(self._training.models)
         for hook in self._load_hooks.values():
             hook(models, str(folder))
-        return [inner_model(self._owner.unwrap_model(model)) for model in models]
+        return [inner_model(self._training.unwrap(model)) for model in models]
 
     def _adopt(self, outcome: LoadResult, notices: Any) -> None:
         """Take over counters, and say what is not as it was."""
-        owner, saved = self._owner, outcome.loaded.counters
-        project = owner.project_configuration
+        training, saved = self._training, outcome.loaded.counters
+        project = training.project
         if outcome.number is not None and project.automatic_checkpoint_naming:
             newest = max((number for number, _ in commit.numbered(outcome.folder.parent)), default=outcome.number)
             project.iteration = max(newest, outcome.number) + 1
@@ -202,11 +214,11 @@ class CheckpointManager:
                 "Where the loaders stood is not known; they begin a new epoch."
             )
             return
-        owner._updates = saved["updates"]
-        owner._group.box.step(owner._updates)
+        training.updates = updates = saved["updates"]
+        training.group.box.step(updates)
         before = saved["world_size"]
         notices.info(
-            f"Loaded {outcome.folder}, saved after {owner._updates} updates on {before} process{'es' * (before != 1)}."
+            f"Loaded {outcome.folder}, saved after {updates} updates on {before} process{'es' * (before != 1)}."
         )
         if outcome.loaded.left_out:
             notices.warning(
@@ -216,33 +228,33 @@ class CheckpointManager:
             )
         if outcome.derived_seed is not None:
             notices.warning(
-                f"Rank {owner._topology.rank} was not there when {outcome.folder.name} was saved on {before} "
+                f"Rank {training.topology.rank} was not there when {outcome.folder.name} was saved on {before} "
                 f"process{'es' * (before != 1)}: its generators start from seed {outcome.derived_seed}, which follows "
                 "from rank 0's.",
                 main_process_only=False,
             )
-        owner._loaded_run = saved.get("run")
+        training.loaded_run = saved.get("run")
 
     def _objects(self) -> Objects:
-        owner = self._owner
+        training = self._training
         return Objects(
-            models=[inner_model(owner.unwrap_model(model)) for model in owner._models],
-            optimizers=owner._optimizers,
-            schedulers=owner._schedulers,
-            loaders=owner._dataloaders,
-            scaler=owner.scaler,  # type: ignore[attr-defined]
+            models=[inner_model(training.unwrap(model)) for model in training.models],
+            optimizers=training.optimizers,
+            schedulers=training.schedulers,
+            loaders=training.loaders,
+            scaler=training.torch_scaler,
             custom=self.custom,
-            window=owner._accumulation,
-            parameters=owner._parameters(),
-            device=owner._topology.device,
-            rank=owner._topology.rank,
-            world_size=owner._topology.world_size,
+            window=training.accumulation,
+            parameters=training.parameters(),
+            device=training.topology.device,
+            rank=training.topology.rank,
+            world_size=training.topology.world_size,
         )
 
     @contextmanager
     def _in_phase(self, name: str) -> Iterator[None]:
         """Let the guard see what this rank does."""
-        box = self._owner._group.box
+        box = self._training.group.box
         box.phase(name, site=True)
         try:
             yield

@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 from lockstep.guard.dead_peers import find_dead
 from lockstep.host.threads import join
 from lockstep.logging import get_notices
-from lockstep.process_group.group import Group
+from lockstep.rundir import constants
+from lockstep.training.state import TrainingState
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _MARGIN = 2
@@ -28,13 +29,15 @@ _PREFIX = "preempt"
 
 
 class Preemption:
-    """Heeds the signals from when it is made; ``look`` is called after each batch."""
+    """Heeds the signals from when it is made: after the batch it calls ``save``, then ``leave``, and ends the process.
 
-    def __init__(self, group: Group, updates: Callable[[], tuple[int, int]], leave: Callable[[], NoReturn]) -> None:
-        self._group = group
-        self._updates = updates
-        """Updates made, and micro-batches of the open window: they change when a batch is trained on."""
-        self._leave = leave
+    ``check`` is called after each batch.
+    """
+
+    def __init__(self, training: TrainingState, save: Callable[[], Any], leave: Callable[[], Any]) -> None:
+        self._training = training
+        self._group = group = training.group
+        self._save, self._leave = save, leave
         self.asked: int | None = None
         """The signal, once one has come; 0 where another rank got it."""
         self._seen: tuple[int, int] | None = None
@@ -83,7 +86,8 @@ class Preemption:
         """Called on: all ranks, after each batch of a loader. Save and leave, if it is time."""
         if self.asked is None:
             return
-        now = self._updates()
+        # Updates made, and micro-batches of the open window: they change when a batch is trained on.
+        now = (self._training.updates, self._training.accumulation.step)
         before, self._seen = self._seen, now
         if before is None or now == before:
             return  # nothing was trained on since: this may be an evaluation
@@ -111,10 +115,13 @@ class Preemption:
     def _go(self) -> NoReturn:
         name = signal.Signals(self.asked).name if self.asked else "a signal to another rank"
         get_notices("lockstep.checkpoint").info(f"Told to stop by {name}: saving, then leaving.")
+        self._save()
+        self._ignore_signals()
         self._leave()
+        raise SystemExit(constants.SAVED)
 
-    def deafen(self) -> None:
-        """Ignore the signals for the rest of the process: it has saved, and is on its way out."""
+    def _ignore_signals(self) -> None:
+        """For the rest of the process: a launcher that sees the first rank gone signals the others once more."""
         if self._before:
             self._before = {}
             for number in SIGNALS:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from lockstep.comm import tensors
 from lockstep.comm.barrier import barrier
 from lockstep.errors import ConfigError
 from lockstep.process_group.group import Group
@@ -51,6 +52,15 @@ def print_here(topology: Topology, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("file") in (None, sys.stdout):
             # What stands in for stdout may have no flush, and there may be no stdout at all.
             getattr(sys.stdout, "flush", lambda: None)()
+
+
+def any_rank(group: Group, flag: bool, name: str) -> bool:
+    """Called on: all ranks. Whether the flag is set on any; ``name`` is what the guard calls it."""
+    number = group.box.enter(name, None, 2)
+    try:
+        return bool(tensors.reduce(group, torch.tensor(int(flag), device=group.device), "sum"))
+    finally:
+        group.box.leave(number)
 
 
 def share(inputs: Any, topology: Topology, apply_padding: bool = False) -> Any:

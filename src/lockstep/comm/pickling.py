@@ -26,7 +26,7 @@ def taken_apart(view: ProcessView, number: int | None = None, precision: str | N
 
     What changes from start to start (a port, an attempt) is not in it: caches go by what is pickled.
     """
-    place = {name: getattr(view._topology, name) for name in (*_SHOWN, "distributed_type", "launcher")}
+    place = {name: getattr(view._session.topology, name) for name in (*_SHOWN, "distributed_type", "launcher")}
     return put_together, (type(view), place, number, precision)
 
 
@@ -50,5 +50,5 @@ def put_together(cls: type[ProcessView], place: dict[str, Any], number: int | No
     session = current.Session(
         topology=topology, group=cast(Group, DetachedProcessGroup(topology, words)), mixed_precision=precision
     )
-    view._session, view._topology, view._group = session, topology, session.group
+    view._session = session
     return view

@@ -13,22 +13,18 @@ from lockstep.comm import control
 from lockstep.comm.barrier import barrier
 from lockstep.config.choices import DistributedType
 from lockstep.errors import ConfigError
-from lockstep.process_group.group import Group
-from lockstep.topology.topology import Topology
 
 
 class ProcessView:
     """The questions and orders that ``Accelerator`` and ``PartialState`` have in common."""
 
     _session: current.Session
-    _topology: Topology
-    _group: Group
 
     @classmethod
     def _of_session(cls, session: current.Session, number: int | None) -> Any:
         """The view of this process that was pickled; None when there is none such."""
         view = cls.__new__(cls)
-        view._session, view._topology, view._group = session, session.topology, session.group
+        view._session = session
         return view
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -39,47 +35,47 @@ class ProcessView:
     @property
     def device(self) -> torch.device:
         """Where this process computes."""
-        return self._topology.device
+        return self._session.topology.device
 
     @property
     def distributed_type(self) -> DistributedType:
         """The kind of job."""
-        return self._topology.distributed_type
+        return self._session.topology.distributed_type
 
     @property
     def num_processes(self) -> int:
         """Processes in the job."""
-        return self._topology.world_size
+        return self._session.topology.world_size
 
     @property
     def process_index(self) -> int:
         """Number of this process in the job."""
-        return self._topology.rank
+        return self._session.topology.rank
 
     @property
     def local_process_index(self) -> int:
         """Number of this process on its machine."""
-        return self._topology.local_rank
+        return self._session.topology.local_rank
 
     @property
     def is_main_process(self) -> bool:
         """Whether this is the job's first process."""
-        return self._topology.is_main
+        return self._session.topology.is_main
 
     @property
     def is_local_main_process(self) -> bool:
         """Whether this is its machine's first process."""
-        return self._topology.is_local_main
+        return self._session.topology.is_local_main
 
     @property
     def is_last_process(self) -> bool:
         """Whether this is the job's last process."""
-        return self._topology.is_last
+        return self._session.topology.is_last
 
     @property
     def use_distributed(self) -> bool:
         """Whether there are several processes."""
-        return self._topology.world_size > 1
+        return self._session.topology.world_size > 1
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """A function that only the job's first process runs."""
@@ -101,29 +97,29 @@ class ProcessView:
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
         """A function that only the process of this number on each machine runs."""
-        local = self._topology.local_world_size
+        local = self._session.topology.local_world_size
         return _chosen("local_process_index", local_process_index, self.local_process_index, local, function)
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Called on: all ranks. The job's first process runs the block before the others."""
-        return control.first(self._group, self.is_main_process)
+        return control.first(self._session.group, self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """Called on: all ranks. Each machine's first process runs the block before the others."""
-        return control.first(self._group, self.is_local_main_process)
+        return control.first(self._session.group, self.is_local_main_process)
 
     def wait_for_everyone(self) -> None:
         """Called on: all ranks. Wait until every rank is here."""
-        barrier(self._group)
+        barrier(self._session.group)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per machine."""
-        control.print_here(self._topology, *args, **kwargs)
+        control.print_here(self._session.topology, *args, **kwargs)
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This process's part of a list, tuple, tensor or mapping of these."""
-        yield control.share(inputs, self._topology, apply_padding)
+        yield control.share(inputs, self._session.topology, apply_padding)
 
 
 def _decorate(chosen: bool, function: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -61,6 +61,7 @@ class PreparedDataLoader(DataLoader[Any]):
         current_batch: CurrentBatch,
         synchronize: Callable[[torch.Generator | None], None] | None,
         name: str = "",
+        after_batch: Callable[[], None] | None = None,
     ) -> None:
         # The base class is for isinstance only: everything it would build is in ``inner``.
         self.inner = inner
@@ -87,7 +88,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self._name = name
         """The same on all ranks that have prepared this loader; empty where nobody is to compare with."""
         self._epoch = Epoch()
-        self.after_batch: Callable[[], None] | None = None
+        self.after_batch = after_batch
         """Called when the script is done with a batch."""
         self.at_first_batch: Callable[[], None] | None = None
         """Called once, when the next iteration has its first batch ready, or knows that there is none."""

@@ -32,12 +32,14 @@ def prepare_loader(
     own_generator: bool = False,
     pad_empty_ranks_only: bool = False,
     name: str = "",
+    after_batch: Callable[[], None] | None = None,
 ) -> PreparedDataLoader:
     """This rank's part of a loader.
 
     With ``own_generator`` a shuffled order comes from a generator of its own, which ``synchronize`` puts in step;
     without it from torch's. With ``pad_empty_ranks_only`` only ranks that would go empty in the last round get
     repeated samples. ``name`` is the loader's on all ranks: under it they compare what they have seen.
+    ``after_batch`` is called when the script is done with a batch.
     """
     try:
         before: int | None = len(loader)
@@ -81,6 +83,7 @@ def prepare_loader(
         current_batch=current_batch or CurrentBatch(),
         synchronize=synchronize if group.world_size > 1 else None,
         name=name,
+        after_batch=after_batch,
     )
 
 

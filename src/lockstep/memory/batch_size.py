@@ -7,7 +7,7 @@ import operator
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from lockstep.memory.oom_detect import describe, is_out_of_memory
 from lockstep.memory.progress import SearchBar
 from lockstep.process_group.group import Group
 from lockstep.topology import environments
+from lockstep.training.state import PreparedMark
 
 TRIAL_UPDATES = 2
 """Updates after which a trial is broken off: the first makes the optimizer's state, so the second shows the peak."""
@@ -77,22 +78,6 @@ class _Options:
     margin: float
 
 
-class Prepared(Protocol):
-    """What an accelerator lets the search do with what an attempt has prepared."""
-
-    def _mark_prepared(self) -> Any:
-        """What is prepared so far."""
-
-    def _forget_since(self, mark: Any) -> None:
-        """Let go of what was prepared since then."""
-
-    def _stretch_windows(self, factor: int) -> None:
-        """Accumulate over so many times as many batches as was asked for."""
-
-    def _at_each_update(self, callback: Callable[[], None] | None) -> None:
-        """Have this called after each backward that completes an update."""
-
-
 def _decorate(function: Callable[..., Any], *, options: _Options) -> Callable[..., Any]:
     signature = check_function(function)
     first, *others = signature.parameters.values()
@@ -136,7 +121,7 @@ class _Search:
         session = current.peek()
         self._group: Group | None = None if session is None else session.group
         self._device = torch.device("cpu") if session is None else session.topology.device
-        self._accelerator = cast("Prepared | None", None if session is None else session.accelerator)
+        self._state = None if session is None else session.training
         self._tried: list[int] = []
         self._trace = ""
         self._random = States.of(self._device)
@@ -167,7 +152,7 @@ class _Search:
                 "find_executable_batch_size: this is one of several processes, and they cannot try together before "
                 "there is an Accelerator. Make it before this call, outside the decorated function."
             )
-        if self._options.keep_effective and self._accelerator is None:
+        if self._options.keep_effective and self._state is None:
             raise UsageError(
                 "keep_effective_batch=True changes the accelerator's gradient_accumulation_steps, and there is no "
                 "Accelerator yet. Make it before this call, outside the decorated function."
@@ -183,25 +168,25 @@ class _Search:
         if self._tried:
             self._random.restore(self._device)  # as if nothing had been tried before
         self._tried.append(size)
-        accelerator = self._accelerator
-        mark = None if accelerator is None else accelerator._mark_prepared()
-        if accelerator is not None:
+        state = self._state
+        mark: PreparedMark = () if state is None else state.mark()
+        if state is not None:
             if self._options.keep_effective:
-                accelerator._stretch_windows(self._options.start // size)
-            accelerator._at_each_update(_counter() if trial else None)
+                state.accumulation.stretch(self._options.start // size)
+            state.on_update = _counter() if trial else None
         try:
             outcome = self._together(size, mark)
         finally:
-            if accelerator is not None:
-                accelerator._at_each_update(None)
+            if state is not None:
+                state.on_update = None
         if trial and not isinstance(outcome, _RanOut):
             outcome = None  # the next trial needs its memory
-            if accelerator is not None:
-                accelerator._forget_since(mark)
+            if state is not None:
+                state.forget_since(mark)
             clear_device_cache(garbage_collection=True)
         return outcome
 
-    def _together(self, size: int, mark: Any) -> Any:
+    def _together(self, size: int, mark: PreparedMark) -> Any:
         group = self._group
         if group is None or group.world_size == 1:
             return self._alone(size, mark)
@@ -222,8 +207,8 @@ class _Search:
         if agreement.ok:
             return agreement.value
         error = agreement.error
-        if error is None and self._accelerator is not None:
-            self._accelerator._forget_since(mark)  # this rank had come to the end of its attempt
+        if error is None and self._state is not None:
+            self._state.forget_since(mark)  # this rank had come to the end of its attempt
         verdicts = all_objects(group, error is None or is_out_of_memory(error))
         if not all(verdicts):
             self._raise_other(agreement.failures, verdicts, error)
@@ -232,7 +217,7 @@ class _Search:
         told = all_objects(group, (describe(error), self._trace if error is not None else ""))
         return _RanOut(ranks, *told[ranks[0]])
 
-    def _alone(self, size: int, mark: Any) -> Any:
+    def _alone(self, size: int, mark: PreparedMark) -> Any:
         try:
             return self._function(size)
         except _Enough:
@@ -245,12 +230,12 @@ class _Search:
         clear_device_cache(garbage_collection=True)
         return ran_out
 
-    def _let_go(self, error: BaseException, mark: Any) -> None:
+    def _let_go(self, error: BaseException, mark: PreparedMark) -> None:
         """Drop what the attempt held: its frames with their variables, and what it has prepared."""
         self._trace = "".join(traceback.format_exception(error)).rstrip()
         drop_tracebacks(error)
-        if self._accelerator is not None:
-            self._accelerator._forget_since(mark)
+        if self._state is not None:
+            self._state.forget_since(mark)
 
     def _raise_other(self, failures: Any, verdicts: list[bool], error: Exception | None) -> None:
         """Raise, on every rank, for a failure that less memory would not cure."""

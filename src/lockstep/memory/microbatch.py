@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.comm import tensors, trees
 from lockstep.comm.agree import drop_tracebacks
@@ -22,35 +23,14 @@ from lockstep.errors import ConfigError, OutOfMemory, UsageError
 from lockstep.logging import get_notices
 from lockstep.memory.cache import clear_device_cache
 from lockstep.memory.oom_detect import describe, is_out_of_memory
-from lockstep.process_group.group import Group
+from lockstep.training.state import TrainingState
+from lockstep.training.step import complete_update
 
 Split = Callable[[Any, slice], Any]
 
 
-class MicrobatchHost(Protocol):
-    """What this needs of an accelerator."""
-
-    _group: Group
-    _accumulation: Any
-    _current_batch: Any
-    _strategy: Any
-    _models: list[nn.Module]
-    _microbatch_size: int | None
-    _watch: Any
-
-    def _parameters(self) -> list[Tensor]: ...
-
-    def _scaled_up(self, loss: Tensor) -> Tensor: ...
-
-    def _watched_part(self, loss: Tensor, rows: slice, of: int) -> Tensor: ...
-
-    def _items_of_batch(self) -> int | None: ...
-
-    def _complete_update(self, weighted: bool) -> None: ...
-
-
 def train_on(
-    host: MicrobatchHost,
+    state: TrainingState,
     batch: Any,
     compute_loss: Callable[[Any], Tensor],
     num_items: Callable[[Any], Any] | None,
@@ -64,34 +44,34 @@ def train_on(
         raise UsageError(
             "auto_microbatch(batch, compute_loss): compute_loss must be a function of a part of the batch."
         )
-    job = _Batch(host, batch, rows, compute_loss, _counted(host, batch, num_items), split or split_rows)
+    job = _Batch(state, batch, rows, compute_loss, _counted(state, batch, num_items), split or split_rows)
     return job.run()
 
 
 class _Batch:
     def __init__(
         self,
-        host: MicrobatchHost,
+        state: TrainingState,
         batch: Any,
         rows: int,
         compute_loss: Callable[[Any], Tensor],
         items: _Items | None,
         split: Split,
     ) -> None:
-        self._host, self._group = host, host._group
+        self._state, self._group = state, state.group
         self._batch, self._rows, self._split = batch, rows, split
         self._compute_loss = compute_loss
         self._items = items
-        self._parameters = host._parameters()
-        self._seen = host._watch and host._watch.mark()
+        self._parameters = state.parameters()
+        self._seen = state.monitor.mark()
 
     def run(self) -> Tensor:
-        host, group = self._host, self._group
-        host._strategy.start_parts(host._models)
+        state, group = self._state, self._group
+        state.strategy.start_parts(state.models)
         before = [parameter.grad for parameter in self._parameters]
         # Here, because it may talk to other ranks; and once, because a batch counts once however often it is tried.
         unit = torch.ones(())
-        accumulation = host._accumulation
+        accumulation = state.accumulation
         weighted = self._items is not None
         scaled = accumulation.weighted(group, unit, self._items.total) if self._items else accumulation.scaled(unit)
         random = States.of(group.device)
@@ -101,20 +81,19 @@ class _Batch:
             if not any(ran_out for ran_out, _ in everyone):
                 break
             self._drop_gradients()
-            if host._watch is not None:
-                host._watch.forget_since(self._seen)  # a bad loss, and the parts' inputs
+            state.monitor.forget_since(self._seen)  # a bad loss, and the parts' inputs
             self._shrink(everyone, error, before)
             clear_device_cache(garbage_collection=True)
             random.restore(group.device)
         for parameter, earlier in zip(self._parameters, before, strict=True):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        host._current_batch.trained()
+        state.current_batch.trained()
         if accumulation.sync_gradients:
-            host._strategy.average(host._models)
-            host._complete_update(weighted)
-        if host._watch is not None and host._watch.pending:
-            host._watch.report()
+            state.strategy.average(state.models)
+            complete_update(state, weighted)
+        if state.monitor.pending:
+            state.monitor.report()
         assert loss is not None
         return loss
 
@@ -123,8 +102,8 @@ class _Batch:
         self._drop_gradients()  # those of earlier micro-batches are kept apart, so that this one's can be dropped
         try:
             with ExitStack() as stack:
-                for model in self._host._models:
-                    held = self._host._strategy.no_sync(model)
+                for model in self._state.models:
+                    held = self._state.strategy.no_sync(model)
                     if held is not None:
                         stack.enter_context(held)
                 return self._compute(scale), None
@@ -146,13 +125,22 @@ class _Batch:
             loss = self._compute_loss(part)
             _check_loss(loss)
             total += loss.detach() * share
-            loss = self._host._watched_part(loss, rows, self._rows)
-            self._host._scaled_up(loss * (share * scale)).backward()
+            loss = self._monitored(loss, rows) * (share * scale)
+            if self._state.scaler is not None:
+                loss = self._state.scaler.scale(loss)
+            loss.backward()
             del loss
         return total
 
+    def _monitored(self, loss: Tensor, rows: slice) -> Tensor:
+        """The loss of some rows as ``nan_policy`` wants it for the backward."""
+        now = self._state.current_batch.round
+        # Rows are samples only where the batch is the loader's.
+        part = replace(now, ids=now.ids[rows]) if now and len(now.ids) == self._rows else None
+        return self._state.monitor.loss(loss, part)
+
     def _parts(self) -> Iterator[slice]:
-        count = -(-self._rows // (self._host._microbatch_size or self._rows))
+        count = -(-self._rows // (self._state.microbatch_size or self._rows))
         bounds = [self._rows * place // count for place in range(count + 1)]
         return (slice(*pair) for pair in itertools.pairwise(bounds))
 
@@ -166,7 +154,7 @@ class _Batch:
     ) -> None:
         """Halve the parts, alike on all ranks; raise on all when they cannot be smaller."""
         largest = max(rows for _, rows in everyone)
-        size = min(self._host._microbatch_size or largest, largest)
+        size = min(self._state.microbatch_size or largest, largest)
         ranks = ", ".join(f"rank {rank}" for rank, (ran_out, _) in enumerate(everyone) if ran_out)
         what = f"{ranks} ran out of memory{describe(error)}"
         if size == 1:
@@ -176,7 +164,7 @@ class _Batch:
                 f"auto_microbatch: even parts of 1 sample do not fit: {what}. Use a smaller model, "
                 'mixed_precision="bf16", or torch.utils.checkpoint in the model.'
             ) from error
-        self._host._microbatch_size = size // 2
+        self._state.microbatch_size = size // 2
         get_notices("lockstep.memory").warning(f"a batch in parts of {size} does not fit: {what}; parts of {size // 2}")
 
     def _drop_gradients(self) -> None:
@@ -198,7 +186,7 @@ class _Items:
         return self._count(part, rows) / self.total if self.total else 0.0
 
 
-def _counted(host: MicrobatchHost, batch: Any, num_items: Callable[[Any], Any] | None) -> _Items | None:
+def _counted(state: TrainingState, batch: Any, num_items: Callable[[Any], Any] | None) -> _Items | None:
     if num_items is not None:
         if not callable(num_items):
             raise ConfigError(
@@ -207,7 +195,7 @@ def _counted(host: MicrobatchHost, batch: Any, num_items: Callable[[Any], Any] |
             )
         count = num_items
         return _Items(float(num_items(batch)), lambda part, _: float(count(part)))
-    real = host._items_of_batch()
+    real = state.items_of_batch()
     if real is None:
         return None
     # Repeated samples stand at the end of a batch.

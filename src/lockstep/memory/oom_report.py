@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import current
+from lockstep.config.choices import PrecisionType
 from lockstep.config.sizes import in_words
 from lockstep.errors import OutOfMemory, PeerFailure
 from lockstep.memory.oom_detect import is_out_of_memory, requested_bytes, root_of
 from lockstep.topology.memory import free_device_memory, free_host_memory
+from lockstep.training.state import TrainingState
 
 _SHOWN = 5
 """How many of the largest tensors are told."""
@@ -41,17 +43,17 @@ def advise(error: BaseException) -> str:
     if not is_out_of_memory(error) or isinstance(root_of(error), PeerFailure):
         return ""
     session = current.peek()
-    accelerator = None if session is None else session.accelerator
-    if isinstance(error, OutOfMemory) and not getattr(accelerator, "_models", ()):
+    state = None if session is None else session.training
+    if isinstance(error, OutOfMemory) and (state is None or not state.models):
         return ""  # a search that has ended: what it held is freed, and its own text has what to do and the result
     device = torch.device("cpu") if session is None else session.topology.device
     root = root_of(error)
     on_host = device.type == "cpu" or isinstance(root, (MemoryError, OSError)) or "CPUAllocator" in str(root)
     kept = _Kept(0, 0, 0)
     large: list[_Large] = []
-    if accelerator is not None:
-        kept, large = _modules(accelerator)
-        mine = {id(parameter) for parameter in accelerator._parameters()}
+    if state is not None:
+        kept, large = _modules(state)
+        mine = {id(parameter) for parameter in state.parameters()}
         large += _variables(error, mine)
     rank = 0 if session is None else session.topology.rank
     asked = requested_bytes(error)
@@ -67,7 +69,7 @@ def advise(error: BaseException) -> str:
             f"  {in_words(item.size):>10}  {item.what}" for item in sorted(large, key=lambda item: -item.size)[:_SHOWN]
         ]
     lines.append("What would help most:")
-    advice = list(_remedies(error, accelerator, kept, on_host, large))[:2]
+    advice = list(_remedies(error, state, kept, on_host, large))[:2]
     lines += [f"  {number}. {text}" for number, text in enumerate(advice, 1)]
     lines += [str(error).splitlines()[-1]] if isinstance(error, OutOfMemory) else []  # the result is what is read last
     return "\n".join(lines)
@@ -76,15 +78,15 @@ def advise(error: BaseException) -> str:
 # --- what is large -----------------------------------------------------------------------------------------------
 
 
-def _modules(accelerator: Any) -> tuple[_Kept, list[_Large]]:
+def _modules(training: TrainingState) -> tuple[_Kept, list[_Large]]:
     """What the modules of the prepared models keep: weights, gradients, the optimizer's state."""
     states: dict[int, int] = {}
-    for optimizer in accelerator._optimizers:
+    for optimizer in training.optimizers:
         for parameter, state in optimizer.state.items():
             states[id(parameter)] = sum(_bytes(value) for value in state.values() if isinstance(value, Tensor))
     found, totals = [], [0, 0, 0]
-    for model in accelerator._models:
-        plain = accelerator._strategy.unwrap(model)
+    for model in training.models:
+        plain = training.strategy.unwrap(model)
         for name, module in plain.named_modules():
             sizes = _own(module, states)
             if sum(sizes):
@@ -141,19 +143,21 @@ def _bytes(tensor: Tensor) -> int:
 # --- what would help ---------------------------------------------------------------------------------------------
 
 
-def _remedies(error: BaseException, accelerator: Any, kept: _Kept, on_host: bool, large: list[_Large]) -> Iterator[str]:
+def _remedies(
+    error: BaseException, state: TrainingState | None, kept: _Kept, on_host: bool, large: list[_Large]
+) -> Iterator[str]:
     """What to do about it in this run, the most useful first."""
     text = str(root_of(error))
     if "reserved by PyTorch but unallocated" in text and "expandable_segments" in text:
         yield "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: memory is reserved in pieces too small for this."
-    models = [] if accelerator is None else accelerator._models
+    models = [] if state is None else state.models
     if models and not any(model.training for model in models) and _builds_graph(error):
         yield "Evaluate under torch.no_grad(): the models are in eval mode, and yet a graph for backward is kept."
     if "DataLoader worker" in text or _is_in_traceback(error, os.path.join("utils", "data")):
         yield "It ran out while reading data: use fewer num_workers, or a smaller prefetch_factor or batch."
-    batch = _batch_size(accelerator)
-    if batch is not None and batch > 1:
-        steps = accelerator.gradient_accumulation_steps
+    batch = _batch_size(state)
+    if state is not None and batch is not None and batch > 1:
+        steps = state.accumulation.num_steps
         yield (
             f"Halve the batch and accumulate twice as often, which makes the same updates: batch_size={batch // 2}, "
             f"gradient_accumulation_steps={steps * 2}. find_executable_batch_size(keep_effective_batch=True) and "
@@ -166,20 +170,20 @@ def _remedies(error: BaseException, accelerator: Any, kept: _Kept, on_host: bool
         )
     if not models:
         yield "The model has not been prepared yet: load it in half precision, or take a smaller one."
-    if accelerator is not None and accelerator.mixed_precision == "no":
+    if state is not None and state.precision.mode is PrecisionType.NO:
         yield 'Compute in half precision, which about halves the activations: Accelerator(mixed_precision="bf16").'
-    if on_host and accelerator is not None and accelerator.num_processes > 1:
-        yield f"Start fewer than {accelerator.num_processes} processes: each has a copy of the model in host memory."
+    if on_host and state is not None and state.topology.world_size > 1:
+        yield f"Start fewer than {state.topology.world_size} processes: each has a copy of the model in host memory."
     yield "Compute activations again in backward instead of keeping them: torch.utils.checkpoint in the largest blocks."
     yield "Take a smaller model."
 
 
-def _batch_size(accelerator: Any) -> int | None:
+def _batch_size(state: TrainingState | None) -> int | None:
     """That of the first loader; the one that was iterated has been left by the error."""
-    sizes = (
-        [] if accelerator is None else [getattr(item, "total_batch_size", None) for item in accelerator._dataloaders]
-    )
-    return int(sizes[0]) // accelerator.num_processes if sizes and sizes[0] else None
+    if state is None or not state.loaders:
+        return None
+    total = state.loaders[0].total_batch_size
+    return total // state.topology.world_size if total else None
 
 
 def _builds_graph(error: BaseException) -> bool:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,9 @@ from lockstep.numerics.async_check import AsyncCheck
 from lockstep.numerics.dtype_limits import SCALER_PATIENCE
 from lockstep.numerics.replay_buffer import Forward, ReplayBuffer
 from lockstep.numerics.unwrap import is_compiled
-from lockstep.process_group.group import Group
 from lockstep.strategies.unwrap import inner_model
+from lockstep.training.monitor import TrainingMonitor
+from lockstep.training.state import TrainingState
 
 if TYPE_CHECKING:
     from lockstep.numerics.reporting import NanReporter
@@ -38,30 +38,17 @@ _LOSSES = 64
 """Losses of one update that are remembered."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MonitorContext:
-    """What the accelerator tells about where a bad number was met."""
+class NanMonitor(TrainingMonitor):
+    """Watches the numbers of one training; reports are kept in ``folder``."""
 
-    samples: Callable[[], Any]
-    """What the current batch is made of."""
-    spell: Callable[[Any], str]
-    """The same in words."""
-    update: Callable[[], int]
-    """Updates so far."""
-    folder: Path | None
-    """Where reports are kept."""
-    number: int = 0
-    """Of the accelerator, among those of the process: the ranks' findings are put together by it."""
-
-
-class NanMonitor:
-    """Watches the numbers of one accelerator; ``scaled`` says that fp16's loss scaler drops updates on purpose."""
-
-    def __init__(self, policy: NanPolicy, group: Group, around: MonitorContext, *, scaled: bool) -> None:
+    def __init__(self, policy: NanPolicy, state: TrainingState, folder: Path | None) -> None:
         self.policy = policy
-        self._group, self._around, self._scaled = group, around, scaled
+        self._state, self._group, self._folder = state, state.group, folder
+        self._scaled = state.scaler is not None
+        """Whether fp16's loss scaler drops updates on purpose."""
         self._updating = policy in (NanPolicy.STOP, NanPolicy.SKIP)
-        self._async_check = None if group.device.type == "cpu" else AsyncCheck(group.device)
+        device = state.topology.device
+        self._async_check = None if device.type == "cpu" else AsyncCheck(device)
         self._recent: deque[Forward] = deque(maxlen=_KEPT if self._updating else 1 if self._async_check is None else 2)
         self._losses: deque[tuple[Tensor, Any, list[Forward]]] = deque(maxlen=_LOSSES)
         """Where reading a loss would make the device wait: those of this update, read if its gradient is bad."""
@@ -70,13 +57,12 @@ class NanMonitor:
         self._bad_loss: tuple[str, Any, list[Forward]] | None = None
         self._norm: tuple[Tensor, frozenset[int]] | None = None
         self.pending = 0
-        """The update whose loss is bad, which is to be told; 0 when there is none."""
         self._dropped = 0
         """Updates in a row that the loss scaler has dropped."""
 
     @property
     def spares(self) -> bool:
-        """Whether clipping is to leave gradients with a bad norm as they are, so that it can be seen which are bad."""
+        """Where updates are looked at, and looking does not make the device wait."""
         return self._updating and self._async_check is None
 
     @property
@@ -88,12 +74,14 @@ class NanMonitor:
     def _reporter(self) -> NanReporter:
         from lockstep.numerics.reporting import NanReporter  # loaded where it is used: most runs stay finite
 
-        return NanReporter(self._group, self._around, self._models)
+        return NanReporter(self._state, self._folder, self._models)
 
     # --- what the accelerator calls ----------------------------------------------------------------------------
 
-    def follow(self, model: nn.Module) -> None:
+    def follow(self, model: nn.Module, *, trained: bool) -> None:
         """Remember what this model's forwards are called with; a compiled one is left as it was compiled."""
+        if not trained:
+            return
         inner = inner_model(model)
         self._models.append(inner)
         if not is_compiled(model):
@@ -103,10 +91,6 @@ class NanMonitor:
             note = getattr(model, "note_forwards", None) if device.type == "cpu" else None
             handle = inner.register_forward_pre_hook(recall, with_kwargs=True) if note is None else note(recall)
             self._handles.append((inner, handle))
-
-    def close(self) -> None:
-        """Forget the models."""
-        self.retain(())
 
     def retain(self, models: Iterable[nn.Module]) -> None:
         """Forget all other models than these, and what any of them was called with."""
@@ -118,7 +102,7 @@ class NanMonitor:
         self._models[:] = [model for model in self._models if id(model) in kept]
         self._recent.clear()
         self._bad_loss = self._norm = None
-        self.pending = False
+        self.pending = 0
 
     def loss(self, loss: Tensor, samples: Any = None) -> Tensor:
         """Look at a loss; the loss for backward, which is NaN in every part if the update is not to be made.
@@ -131,9 +115,9 @@ class NanMonitor:
         if math.isfinite(value):
             return loss
         self._bad_loss = self._bad_loss or (
-            f"the loss is {value}", samples or self._around.samples(), list(self._recent)[-1:]
+            f"the loss is {value}", samples or self._state.current_batch.round, list(self._recent)[-1:]
         )  # fmt: skip
-        self.pending = 0 if self._updating else self._around.update() + 1
+        self.pending = 0 if self._updating else self._state.updates + 1
         return loss * math.nan if self._updating else loss
 
     def mark(self) -> Mark:
@@ -153,7 +137,7 @@ class NanMonitor:
             self._check_later("the loss", loss, samples)
             return loss
         value = loss.detach()
-        self._losses.append((value, samples or self._around.samples(), list(self._recent)[-1:]))
+        self._losses.append((value, samples or self._state.current_batch.round, list(self._recent)[-1:]))
         return loss * (value * 0 + 1)  # 1, or NaN if the loss is not finite
 
     def _read_losses(self) -> None:
@@ -181,7 +165,10 @@ class NanMonitor:
             self._check_later("the gradient norm", norm)
         elif not math.isfinite(norm.item()):
             self._reporter.warn(
-                self._around.update(), f"the gradient norm is {norm.item()}", self._around.samples(), list(self._recent)
+                self._state.updates,
+                f"the gradient norm is {norm.item()}",
+                self._state.current_batch.round,
+                list(self._recent),
             )
 
     def refuses(self, parameters: Sequence[Tensor]) -> bool:
@@ -197,8 +184,8 @@ class NanMonitor:
         self._read_losses()
         found, self._bad_loss = self._bad_loss, None
         # With a scaler the other ranks drop this update as they drop any overflow: there is nothing to put together.
-        what, samples, forwards = found or ("", self._around.samples(), list(self._recent))
-        head = what if self._scaled else f"the gradient of update {self._around.update()} is {value}"
+        what, samples, forwards = found or ("", self._state.current_batch.round, list(self._recent))
+        head = what if self._scaled else f"the gradient of update {self._state.updates} is {value}"
         text, tells = self._reporter.update(what, samples, forwards, alone=self._scaled)
         if self.policy is NanPolicy.STOP:
             raise NumericsError(f"nan_policy='stop': {head}.\n{text}")
@@ -218,7 +205,7 @@ class NanMonitor:
         if self._dropped != SCALER_PATIENCE:
             return
         what = f"{SCALER_PATIENCE} updates in a row were dropped, the gradients overflow at any loss scale"
-        text, tells = self._reporter.update(what, self._around.samples(), list(self._recent), alone=True)
+        text, tells = self._reporter.update(what, self._state.current_batch.round, list(self._recent), alone=True)
         if self.policy is NanPolicy.STOP:
             raise NumericsError(f"nan_policy='stop': {text}")
         if tells:
@@ -237,9 +224,9 @@ class NanMonitor:
         if self._async_check is not None:
             for bad in self._async_check.ready():
                 self._reporter.warn(
-                    self._around.update(), f"{bad.what} was {bad.value} a step ago", bad.samples, bad.forwards
+                    self._state.updates, f"{bad.what} was {bad.value} a step ago", bad.samples, bad.forwards
                 )
-            self._async_check.put(what, value, samples or self._around.samples(), list(self._recent)[-1:])
+            self._async_check.put(what, value, samples or self._state.current_batch.round, list(self._recent)[-1:])
 
 
 def gradient_screen(gradients: Sequence[Tensor]) -> float:

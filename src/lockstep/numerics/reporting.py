@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.data.global_batch import GlobalBatch, name_samples
 from lockstep.errors import NumericsError
 from lockstep.logging import get_logger
 from lockstep.numerics import report
 from lockstep.numerics.aggregate import NonFiniteFinding, claim, forget, put_together
 from lockstep.numerics.detector import DebugUnderflowOverflow
-from lockstep.numerics.policy import MonitorContext
 from lockstep.numerics.process import append_report
 from lockstep.numerics.replay import replay
 from lockstep.numerics.replay_buffer import Forward
 from lockstep.numerics.report import Hit
-from lockstep.process_group.group import Group
+from lockstep.training.state import TrainingState
 
 _REPLAYS = 5
 """So many bad batches are run once more; after that each is told in a line."""
@@ -31,8 +31,8 @@ _TOLD_AT = frozenset((10, 100, 1000, 10_000, 100_000))
 class NanReporter:
     """Looks into bad batches of one accelerator, and tells."""
 
-    def __init__(self, group: Group, around: MonitorContext, models: Sequence[nn.Module]) -> None:
-        self._group, self._around, self._models = group, around, models
+    def __init__(self, state: TrainingState, folder: Path | None, models: Sequence[nn.Module]) -> None:
+        self._group, self._number, self._folder, self._models = state.group, state.number, folder, models
         self._found = 0
         self._silent = False
 
@@ -62,12 +62,12 @@ class NanReporter:
         return put_together(self._group, self._named(f"hit{self._found}"), mine)
 
     def _named(self, what: str) -> str:
-        return f"{self._around.number}/{what}"
+        return f"{self._number}/{what}"
 
     def log(self, text: str) -> None:
         """Tell it, and keep it with the run."""
         get_logger("lockstep.numerics").warning("%s", text.rstrip(), main_process_only=False)
-        append_report(self._around.folder, self._group.rank, text)
+        append_report(self._folder, self._group.rank, text)
 
     def _finding(self, what: str, samples: Any, forwards: list[Forward]) -> NonFiniteFinding:
         hit, words = _search(forwards) if self._found <= _REPLAYS else (None, "")
@@ -79,7 +79,7 @@ class NanReporter:
             words = "The forward is finite, the backward is not; clipping has spread it over all gradients."
         elif "loss is" not in what:
             words = _bad_gradients(self._models) or words
-        spelled = self._around.spell(samples)
+        spelled = spell_samples(samples)
         rank = self._group.rank if self._group.world_size > 1 else None
         return NonFiniteFinding(rank=rank, what=what, samples=spelled, report=words, own=own)
 
@@ -128,16 +128,18 @@ def _with_bad_gradient(model: nn.Module) -> Iterator[str]:
 
 
 def attach_detector(
-    model: nn.Module, group: Group, who: Callable[[], str], folder: Path | None, **options: Any
+    model: nn.Module, state: TrainingState, folder: Path | None, **options: Any
 ) -> DebugUnderflowOverflow:
     """The full detector on one model of a job: the first rank that finds something tells, and ends the job for all."""
+    group = state.group
 
     def found(hit: Hit) -> None:
         first = claim(group, "detected")
         if first != group.rank:
             raise NumericsError(f"Rank {first} found a bad number first; its report tells where. Here: {hit.line()}.")
         place = f"rank {group.rank}" if group.world_size > 1 else ""
-        text = report.render_hit(hit, who=", ".join(part for part in (place, who()) if part))
+        who = (place, spell_samples(state.current_batch.round))
+        text = report.render_hit(hit, who=", ".join(part for part in who if part))
         print(text, flush=True)
         kept = append_report(folder, group.rank, text)
         if group.world_size > 1:
@@ -145,3 +147,8 @@ def attach_detector(
         raise NumericsError(report.reason(hit, place, kept))
 
     return DebugUnderflowOverflow(model, found=found, rank=group.rank, world_size=group.world_size, **options)
+
+
+def spell_samples(now: GlobalBatch | None) -> str:
+    """Which samples a batch is made of; empty where nobody knows."""
+    return "" if now is None or not now.ids else name_samples(now.ids)

@@ -23,7 +23,9 @@ def refuse_strangers(accumulation: Accumulation, trained: Parameters) -> None:
     Others are no strangers: they train what belongs to nobody else (an inner loop, a perturbation of the inputs), or
     are stepped by a prepared one, or by the script where an update is due.
     """
-    _watched()[accumulation] = weakref.WeakMethod(trained)
+    watched = _watched()
+    if accumulation not in watched:
+        watched[accumulation] = weakref.WeakMethod(trained)
 
 
 @functools.cache

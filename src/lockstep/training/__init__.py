@@ -1,1 +1,1 @@
-"""What a script trains with: models, optimizers, schedulers and loaders made ready."""
+"""Training with prepared objects: their state, preparing them, and what happens in a step."""

@@ -330,11 +330,11 @@ def test_an_iteration_that_another_thread_ends_can_still_be_asked(monkeypatch: p
     (loader,) = training.loaders
     draws = iter(loader)
     batch = next(draws)
-    asked = training.accelerator._current_batch.training
+    asked = training.accelerator._state.current_batch.training
     assert asked is not None
     list(draws)
     assert asked.loader is loader
-    monkeypatch.setattr(type(training.accelerator._current_batch), "training", asked)
+    monkeypatch.setattr(type(training.accelerator._state.current_batch), "training", asked)
     training.step(batch)
     assert training.updates == [1]
 
@@ -353,7 +353,7 @@ def test_many_threads_may_draw_at_once() -> None:
     for thread in threads:
         thread.join()
     assert found == [list(range(60))] * 30
-    assert training.accelerator._current_batch.live == []
+    assert training.accelerator._state.current_batch.live == []
 
 
 def test_an_iteration_that_is_collected_with_its_loader_ends_quietly(alone: None) -> None:

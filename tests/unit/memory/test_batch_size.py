@@ -243,7 +243,7 @@ def test_a_trial_is_broken_off_and_the_last_run_is_not() -> None:
     assert 36 <= found <= 40
     assert updates[found] == [1, 5]
     assert updates[32] == [1]
-    assert len(accelerator._models) == 1
+    assert len(accelerator._state.models) == 1
 
 
 # --- what is freed -----------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def test_what_the_failed_attempt_held_is_freed(place: str, pattern: str) -> None
     assert inner() == 1
     assert alive == [0, 0, 0]
     if outside is not None:
-        assert accelerator._models[0] is outside
+        assert accelerator._state.models[0] is outside
 
 
 def test_each_attempt_draws_the_same_random_numbers() -> None:

@@ -239,7 +239,7 @@ def test_copies_and_pickles_carry_nothing_of_it() -> None:
     assert b"lockstep" not in pickle.dumps(accelerator.unwrap_model(model)).replace(b"_lockstep_owner", b"")
     other(torch.ones(1, 1))
     copy.deepcopy(model)(torch.ones(1, 1))
-    assert len(accelerator._watch._recent) == 0
+    assert len(accelerator._state.monitor._recent) == 0
     assert copy.deepcopy(optimizer)._gate is None
     accelerator.free_memory()
     assert not model._forward_pre_hooks
@@ -251,7 +251,7 @@ def test_copies_and_pickles_carry_nothing_of_it() -> None:
 def unread(policy: str, steps: list[str], **options: Any) -> tuple[nn.Module, list[bool]]:
     """The way of accelerators, where no loss is read at once; what it does runs on the CPU as well."""
     accelerator = Accelerator(nan_policy=policy, **options)
-    accelerator._watch._async_check = AsyncCheck(torch.device("cpu"))
+    accelerator._state.monitor._async_check = AsyncCheck(torch.device("cpu"))
     model = nn.Linear(1, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     skipped = []
@@ -349,7 +349,7 @@ def test_an_unknown_policy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"nan_policy='loud' is not known. Allowed: 'stop', 'skip', 'warn', 'off'"):
         Accelerator(nan_policy="loud")
     monkeypatch.setenv("LOCKSTEP_NAN_POLICY", "stop")
-    assert Accelerator()._watch.policy.value == "stop"
+    assert Accelerator()._state.monitor.policy.value == "stop"
     monkeypatch.setenv("LOCKSTEP_NAN_POLICY", "maybe")
     with pytest.raises(ConfigError, match="LOCKSTEP_NAN_POLICY"):
         Accelerator()

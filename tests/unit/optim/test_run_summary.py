@@ -342,5 +342,5 @@ def test_the_project_directory_remembers(heard: Any, tmp_path: Path) -> None:
     assert "2 samples per process on the present 1 process" in warning
     assert "from 0.5 to 1 (it is 0.5)" in warning
     assert json.loads((tmp_path / "lockstep_run.json").read_text())["effective_batch"] == 8
-    assert accelerator._record is not None
-    assert accelerator._record.effective_batch == 8
+    assert accelerator._state.run_summary is not None
+    assert accelerator._state.run_summary.effective_batch == 8

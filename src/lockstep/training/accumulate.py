@@ -8,45 +8,43 @@ from typing import Any
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.optim.accumulation import Accumulation
-from lockstep.optim.unprepared_schedule import ScheduleCheck
-from lockstep.strategies.choose import Strategy
+from lockstep.optim.unprepared_check import refuse_strangers
+from lockstep.training.state import TrainingState
 
 
 class MicroBatch(AbstractContextManager[None]):
     """The region of ``accumulate``; a class, because entering a generator costs twice as much."""
 
-    __slots__ = ("_accumulation", "_check", "_held", "_models", "_rates", "_strategy")
+    __slots__ = ("_held", "_models", "_rates", "_state")
 
-    def __init__(
-        self, strategy: Strategy, accumulation: Accumulation, models: tuple[nn.Module, ...], check: ScheduleCheck
-    ) -> None:
-        self._strategy = strategy
-        self._accumulation = accumulation
+    def __init__(self, state: TrainingState, models: tuple[nn.Module, ...]) -> None:
+        if state.accumulation.num_steps > 1:
+            refuse_strangers(state.accumulation, state.parameters)
+        self._state = state
         self._models = models
-        self._check = check
         self._rates: list[Any] = []
         self._held: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        accumulation = self._accumulation
+        accumulation = self._state.accumulation
         if accumulation.inside:
             raise UsageError("accelerator.accumulate() is open already. Pass several models to one: accumulate(a, b).")
         sync = accumulation.advance()
         accumulation.inside = True
         if not sync:
-            self._rates = self._check.rates()
+            self._rates = self._state.schedule_check.rates()
         if not sync and not accumulation.sync_each_batch:
             for model in self._models:
-                held = self._strategy.no_sync(model)
+                held = self._state.strategy.no_sync(model)
                 if held is not None:
                     held.__enter__()
                     self._held.append(held)
 
     def __exit__(self, *exception: Any) -> None:
+        accumulation = self._state.accumulation
         if self._rates and exception[0] is None:
-            self._check.compare(self._rates, self._accumulation.num_steps)
-        self._accumulation.inside = False
-        self._accumulation.leave()
+            self._state.schedule_check.compare(self._rates, accumulation.num_steps)
+        accumulation.inside = False
+        accumulation.leave()
         while self._held:
             self._held.pop().__exit__(*exception)
