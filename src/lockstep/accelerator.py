@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -55,11 +55,13 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.manager import CheckpointManager, LoadHook, SaveHook
     from lockstep.checkpoint.preemption import Preemption
     from lockstep.comm.agree import Agreement
+    from lockstep.tracking.general import GeneralTracker
+    from lockstep.tracking.job_trackers import JobTrackers
 
 _living: weakref.WeakValueDictionary[int, Accelerator] = weakref.WeakValueDictionary()
 """The accelerators of this process, by their numbers."""
 _LATER = (
-    "init_trackers, get_tracker, log, trackers, maybe_context_parallel, lomo_backward, torch_device_mesh, is_fsdp2, "
+    "maybe_context_parallel, lomo_backward, torch_device_mesh, is_fsdp2, "
     "deepspeed_plugin, fp8_backend, should_save_model, tensor_parallel_rank, data_parallel_rank, "
     "data_parallel_shard_rank, pipeline_parallel_rank, context_parallel_rank, "
     "is_composable_parallelism_enabled, deepspeed_ulysses_dl_adapter"
@@ -133,6 +135,7 @@ class Accelerator(ProcessView, DataOptions):
             nan_policy=nan_policy,
             reproducible=reproducible,
             save_on_signal=save_on_signal,
+            read_trackers=lambda folder: _read_trackers(log_with, folder),
             not_built={
                 "deepspeed_plugin": deepspeed_plugin,
                 "deepspeed_plugins": deepspeed_plugins,
@@ -140,7 +143,6 @@ class Accelerator(ProcessView, DataOptions):
                 "torch_tp_plugin": torch_tp_plugin,
                 "megatron_lm_plugin": megatron_lm_plugin,
                 "parallelism_config": parallelism_config,
-                "log_with": log_with,
             },
         )
         self._session = session = current.require(
@@ -162,6 +164,7 @@ class Accelerator(ProcessView, DataOptions):
         start_monitors(self._state, settings, None if session.directory is None else session.directory.numerics)
         session.training = self._state
         self._trigger = False
+        self._tracking = settings.trackers
         self._preemption = self._heed_signals() if settings.save_on_signal else None
         self._preparer = Preparer(self._state, settings, None if self._preemption is None else self._preemption.check)
         if advise not in ADVISERS:
@@ -250,9 +253,23 @@ class Accelerator(ProcessView, DataOptions):
         """The number of the next checkpoint."""
         return self.project_configuration.iteration
 
+    # Libraries and scripts look at these, under the names that Accelerate has for them.
+
     @property
     def _models(self) -> list[nn.Module]:
-        return self._state.models  # transformers' Trainer looks here
+        return self._state.models
+
+    @property
+    def _optimizers(self) -> list[PreparedOptimizer]:
+        return self._state.optimizers
+
+    @property
+    def _schedulers(self) -> list[PreparedScheduler]:
+        return self._state.schedulers
+
+    @property
+    def _dataloaders(self) -> list[PreparedDataLoader]:
+        return self._state.loaders
 
     # --- options in force --------------------------------------------------------------------------------------
 
@@ -267,10 +284,12 @@ class Accelerator(ProcessView, DataOptions):
         return self._settings.step_with_optimizer
 
     def end_training(self) -> None:
-        """Leave the job, when a checkpoint that is being written is complete."""
+        """Leave the job, when a checkpoint that is being written is complete and the trackers are finished."""
         if self._preemption is not None:
             self._preemption.close()
         self.wait_for_checkpoint()
+        if self._tracking is not None:
+            self._tracking.finish()
         current.reset()
 
     # --- preparing ---------------------------------------------------------------------------------------------
@@ -335,6 +354,50 @@ class Accelerator(ProcessView, DataOptions):
     def clear(self, *objects: Any) -> list[None]:
         """The same as ``free_memory``."""
         return self.free_memory(*objects)
+
+    # --- experiment trackers -----------------------------------------------------------------------------------
+
+    @property
+    def log_with(self) -> list[Any]:
+        """The trackers that were asked for."""
+        return [] if self._tracking is None else self._tracking.chosen
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers that run in this process: those of the main process, after ``init_trackers``."""
+        return [] if self._tracking is None else self._tracking.running
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start a run in every tracker. Other processes than the main one do nothing.
+
+        ``config`` are the settings to be kept with the run, ``init_kwargs`` further arguments by tracker:
+        ``{"wandb": {"tags": ["a"]}}``.
+        """
+        if self._tracking is not None and self.is_main_process:
+            self._tracking.start(project_name, config, init_kwargs)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log the main process's values to every tracker. Other processes do nothing: gather or reduce before."""
+        if self._tracking is not None and self.is_main_process:
+            self._tracking.log(values, step, log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of that name, or with ``unwrap`` its library's run; where none runs, one that does nothing."""
+        if self._tracking is not None:
+            return self._tracking.get(name, unwrap)
+        from lockstep.tracking.general import GeneralTracker  # loaded where it is used, as not every script tracks
+
+        return GeneralTracker(_blank=True)
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -625,11 +688,21 @@ class Accelerator(ProcessView, DataOptions):
         return self._checkpoints.before_load(hook)
 
 
+def _read_trackers(log_with: Any, logging_dir: str | None) -> JobTrackers | None:
+    if log_with is None:
+        return None
+    from lockstep.tracking.job_trackers import choose_trackers  # loaded where it is used, as not every script tracks
+
+    return choose_trackers(log_with, logging_dir)
+
+
 def _check_place(settings: Settings, topology: Topology) -> None:
     """Refuse what the device cannot do, before a process group is made."""
     rng.check_types(settings.rng_types, topology.device)
     if settings.mixed_precision is not None:
         mixed.check_device(settings.mixed_precision, topology.device)
+    if settings.trackers is not None:
+        settings.trackers.check(topology)
 
 
 def _refuse(options: dict[str, Any], name: str) -> None:

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config import env, resolve
 from lockstep.config.handlers import InitProcessGroupKwargs
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.process_group import child_process, gloo_threads
 from lockstep.process_group.excepthook import PeerNotifier
 from lockstep.process_group.group import Group
 from lockstep.rundir import constants, layout
 from lockstep.rundir.error_file import ErrorFile
 from lockstep.rundir.layout import RunDirectory
-from lockstep.topology import standard_streams
+from lockstep.topology import environments, standard_streams
 from lockstep.topology.kernel import old_kernel_warning
 from lockstep.topology.topology import Topology, discover
 
@@ -70,6 +70,18 @@ _slot = _ProcessState()
 def peek() -> Session | None:
     """The session, when there is one; never starts one."""
     return _slot.session
+
+
+def placement() -> Topology | environments.Placement:
+    """This process's place, also before it has joined the job."""
+    session = _slot.session
+    if session is not None:
+        return session.topology
+    try:
+        return environments.find(env.snapshot())
+    except LockstepError:
+        # Joining the job raises this where it matters; a line too many is better than a script that dies of logging.
+        return environments.Placement(launcher="none", reason="the environment is contradictory")
 
 
 def require(

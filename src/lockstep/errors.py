@@ -4,7 +4,8 @@
 
     LockstepError
     ├── ConfigError (ValueError)              an argument, variable or file holds a value we cannot honour
-    │   └── NotYetError (NotImplementedError) a value Accelerate knows and this release does not act on
+    │   ├── NotYetError (NotImplementedError) a value Accelerate knows and this release does not act on
+    │   └── IncompleteTracker (NotImplementedError) a tracker's class lacks what every tracker has
     ├── UsageError (RuntimeError)             the right objects, called in a way that cannot work
     ├── DataError (RuntimeError)              a sample or batch could not be read, or not be shared between ranks
     ├── NumericsError (ValueError)            a number became NaN or infinite, or a trace is complete, and the run stops
@@ -84,6 +85,10 @@ class ConfigError(LockstepError, ValueError):
 
 class NotYetError(ConfigError, NotImplementedError):
     """A setting that is part of the known interface, but that this release does not act on."""
+
+
+class IncompleteTracker(ConfigError, NotImplementedError):
+    """The class of a tracker does not define what is asked of every tracker."""
 
 
 class UsageError(LockstepError, RuntimeError):

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from lockstep import current
 from lockstep.config import env, resolve
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError
 from lockstep.job_store.signed_store import SignedStore, read_secret
 from lockstep.process_group.group import Group
 from lockstep.topology import environments
@@ -116,7 +116,7 @@ class MultiProcessAdapter(_Adapter):
         in_order = kwargs.pop("in_order", False)
         if not self.isEnabledFor(level):
             return
-        place = _place()
+        place = current.placement()
         if main_process_only and place.rank != 0:
             return
         caller, between = _caller()
@@ -165,18 +165,6 @@ _memory = _Memory()
 # --- who and where -----------------------------------------------------------------------------------------------
 
 
-def _place() -> Topology | environments.Placement:
-    """This process's place, also before it has joined the job."""
-    session = current.peek()
-    if session is not None:
-        return session.topology
-    try:
-        return environments.find(env.snapshot())
-    except LockstepError:
-        # Joining the job raises this where it matters; a line too many is better than a script that dies of logging.
-        return environments.Placement(launcher="none", reason="the environment is contradictory")
-
-
 _HERE = get_logger.__code__.co_filename
 _STANDARD = logging.addLevelName.__code__.co_filename
 _COUNTS_STANDARD = sys.version_info[:2] < (3, 11)
@@ -213,7 +201,7 @@ class _OwnHandler(_StreamHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         """Level, rank where there are several, name, message."""
-        place = _place()
+        place = current.placement()
         rank = f" [rank {place.rank}]" if place.world_size > 1 else ""
         self.formatter = logging.Formatter(f"%(levelname)s{rank} %(name)s: %(message)s")
         return super().format(record)

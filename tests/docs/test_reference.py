@@ -43,7 +43,7 @@ def test_every_public_method_and_property_is_named() -> None:
 
 def test_what_is_said_to_be_missing_is_missing_and_says_so() -> None:
     missing = named(section("Methods").split("not in this release", 1)[1])
-    assert len(missing) > 5
+    assert len(missing) > 2
     for name in missing:
         with pytest.raises(AttributeError, match="does not have it yet"):
             getattr(Accelerator.__new__(Accelerator), name)

@@ -9,10 +9,6 @@ from tests.parity.run import Runs
 # Each of these comes with a later issue; a name that has arrived must leave this list.
 LATER = {
     "Accelerator": {
-        # trackers
-        "get_tracker",
-        "init_trackers",
-        "log",
         # sharded models and other kinds of parallelism
         "context_parallel_rank",
         "data_parallel_rank",
@@ -40,8 +36,6 @@ LATER = {
     },
     "GradientState": set(),
     "instance": {
-        "trackers",
-        "log_with",
         "_custom_objects",
         # how Accelerate keeps its options and its trigger; not asked for by a guide
         "native_amp",

@@ -110,6 +110,24 @@ class DDPCommunicationHookType(ExplainedEnum):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
+class LoggerType(ExplainedEnum):
+    """The experiment trackers that come with Lockstep."""
+
+    ALL = "all"
+    """Every one whose package is installed."""
+    AIM = "aim"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+    COMETML = "comet_ml"
+    MLFLOW = "mlflow"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
+    JSONL = "jsonl"
+    """A text file with one record in each line; needs no package, and is not part of "all"."""
+
+
 class SchedulerUnit(ExplainedEnum):
     """What one ``scheduler.step()`` of the training loop advances the schedule by."""
 

@@ -77,6 +77,8 @@ class Settings:
     """Whether parameters are to come out the same on any number of processes."""
     save_on_signal: bool
     """Whether SIGTERM and SIGUSR1 save the state and end the job."""
+    trackers: Any
+    """The experiment trackers; None for none."""
 
     def handler(self, kind: type[Handler]) -> Handler:
         """The options of one kind, or their defaults."""
@@ -93,7 +95,7 @@ class _Problems:
         try:
             return read()
         except ConfigError as error:
-            self.found.append(error)
+            self.found += [ConfigError(problem) for problem in error.problems] or [error]
             return instead
 
     def refuse(self, given: bool, text: str) -> None:
@@ -130,6 +132,7 @@ def read_settings(
     nan_policy: Any,
     reproducible: bool | None,
     save_on_signal: bool | None,
+    read_trackers: Callable[[str | None], Any],
     not_built: Mapping[str, Any],
 ) -> Settings:
     """Check every argument and variable; raise once for all that cannot be honoured."""
@@ -187,7 +190,9 @@ def read_settings(
             lambda: resolve("save_on_signal", save_on_signal, False, environ, env.parse_flag).value, False
         )
         is True,
+        trackers=None,
     )
+    settings = replace(settings, trackers=problems.attempt(lambda: read_trackers(settings.project.logging_dir), None))
     if settings.reproducible:
         problems.found += _not_reproducible(settings)
     if settings.save_on_signal and not (settings.project.automatic_checkpoint_naming and settings.project.project_dir):

@@ -16,6 +16,7 @@ from lockstep.config.choices import (
     DDPCommunicationHookType,
     DistributedType,
     DynamoBackend,
+    LoggerType,
     PrecisionType,
     RNGType,
 )
@@ -74,6 +75,7 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "LoggerType",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",

@@ -1,6 +1,13 @@
 """The import place that people know for option objects and choices. Nothing lives here."""
 
-from lockstep.config.choices import DDPCommunicationHookType, DistributedType, DynamoBackend, PrecisionType, RNGType
+from lockstep.config.choices import (
+    DDPCommunicationHookType,
+    DistributedType,
+    DynamoBackend,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+)
 from lockstep.config.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -25,6 +32,7 @@ __all__ = [
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "LoggerType",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",

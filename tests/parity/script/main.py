@@ -14,6 +14,7 @@ import data
 import facts
 import models
 import notes
+import trackers
 import training
 from accelerate import Accelerator
 
@@ -30,6 +31,7 @@ def main() -> None:
         **data.scenarios(),
         **training.scenarios(options),
         **models.scenarios(),
+        **trackers.scenarios(),
     }.items():
         seen[name] = notes.attempt(scenario)
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(seen))

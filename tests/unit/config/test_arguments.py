@@ -139,7 +139,7 @@ def test_all_problems_in_one_message() -> None:
         Accelerator(
             mixed_precision="int3",
             gradient_accumulation_steps=-1,
-            log_with="tensorboard",
+            log_with="tensorbord",
             scheduler_unit="minute",
             rng_types=["dice"],
         )
@@ -150,7 +150,6 @@ def test_all_problems_in_one_message() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"log_with": "tensorboard"},
         {"fsdp_plugin": object()},
         {"deepspeed_plugin": object()},
         {"deepspeed_plugins": {}},
