@@ -39,7 +39,7 @@ from lockstep.numerics.monitors import start_monitors
 from lockstep.optim.optimizer import PreparedOptimizer
 from lockstep.optim.scheduler import PreparedScheduler
 from lockstep.precision import mixed
-from lockstep.rundir.crash_report import ADVISERS
+from lockstep.rundir.crash_report import add_adviser
 from lockstep.state import AcceleratorState, GradientState, fix_precision
 from lockstep.topology.memory import empty_cache
 from lockstep.topology.topology import Topology
@@ -167,8 +167,7 @@ class Accelerator(ProcessView, DataOptions):
         self._tracking = settings.trackers
         self._preemption = self._heed_signals() if settings.save_on_signal else None
         self._preparer = Preparer(self._state, settings, None if self._preemption is None else self._preemption.check)
-        if advise not in ADVISERS:
-            ADVISERS.append(advise)
+        add_adviser(advise)
         if settings.reproducible:
             from lockstep.logging import get_logger  # loaded where it is used: there is seldom anything to say
 

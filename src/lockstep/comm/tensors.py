@@ -51,7 +51,7 @@ def _place(part: Tensor, slot: _BufferSlice) -> Tensor:
     return part.narrow(0, slot.offset, slot.nbytes).view(slot.dtype).view(shape)
 
 
-class _Plan:
+class BufferPlan:
     """Where all leaves of one signature lie, and the buffers they travel in.
 
     Small buffers and the views into them are kept for the next call: making views costs more than copying.
@@ -131,14 +131,14 @@ def _plan(
     leaves: Sequence[Tensor],
     signature: tuple[Any, ...] | None,
     meant: verify.CollectiveSignature | None = None,
-) -> _Plan:
-    plan = None if signature is None else group.memo.get(signature)
+) -> BufferPlan:
+    plan = None if signature is None else group.plans.get(signature)
     if plan is None:
-        if len(group.memo) >= _MAX_PLANS:
-            group.memo.clear()  # first: a plan of debug mode lies in frames that are remembered there too
-        plan = _Plan(leaves, group, meant, signature)
+        if len(group.plans) >= _MAX_PLANS:
+            group.forget_buffers()
+        plan = BufferPlan(leaves, group, meant, signature)
         if signature is not None:
-            group.memo[signature] = plan
+            group.plans[signature] = plan
     return plan
 
 
@@ -160,7 +160,7 @@ def gather(group: Group, tree: Any) -> Any:
         group.check("gathering tensors")
     if not isinstance(tree, Tensor) or group.debug:
         leaves, signature = trees.flatten(tree)
-        plan = group.memo.get(signature)
+        plan = group.plans.get(signature)
         if plan is None:
             trees.require_tensors(leaves, tree, "gather")
         return gather_flat(group, tree, leaves, signature, plan, _CALLER + 1)
@@ -189,7 +189,7 @@ def gather_flat(
     tree: Any,
     leaves: Sequence[Tensor],
     signature: tuple[Any, ...],
-    plan: _Plan | None = None,
+    plan: BufferPlan | None = None,
     depth: int = _CALLER,
 ) -> Any:
     """Called on: all ranks. `gather` for who has taken the structure apart already, and found only tensors.
@@ -275,7 +275,7 @@ def _gather_rows(
     signature: tuple[Any, ...] | None,
     tree: Any = None,
     operation: str = "",
-) -> tuple[list[list[Tensor]], _Plan]:
+) -> tuple[list[list[Tensor]], BufferPlan]:
     """Called on: all ranks. Each leaf of every rank, by one collective; their memory is the plan's.
 
     With an ``operation``, its name and the tree are compared first in debug mode.
@@ -291,7 +291,7 @@ def _gather_rows(
 
 def _compared_rows(
     group: Group, leaves: Sequence[Tensor], signature: tuple[Any, ...] | None, meant: verify.CollectiveSignature
-) -> tuple[list[list[Tensor]], _Plan]:
+) -> tuple[list[list[Tensor]], BufferPlan]:
     """Called on: all ranks. The same in debug mode: small leaves travel in the frame that is compared."""
     plan = _plan(group, leaves, None if signature is None else ("debug", meant.operation, *signature), meant)
     packed = plan.pack(leaves) if plan.framed else None
@@ -307,7 +307,7 @@ def _compared_rows(
         all_gather(group, buffer, plan.pack(leaves))
         return rows, plan
     # Another rank's leaves are on a device, so that it has sent none yet.
-    apart = _Plan(leaves, group)
+    apart = BufferPlan(leaves, group)
     buffer, rows = apart.receiving()
     all_gather(group, buffer, apart.pack(leaves))
     return rows, apart

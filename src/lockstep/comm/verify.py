@@ -114,10 +114,9 @@ class HandshakeBuffers:
 
 def frames_of(group: Group) -> HandshakeBuffers:
     """The group's; the same for every operation."""
-    found: HandshakeBuffers | None = group.memo.get("frames")
-    if found is None:
-        found = group.memo["frames"] = HandshakeBuffers(group)
-    return found
+    if group.handshake is None:
+        group.handshake = HandshakeBuffers(group)
+    return group.handshake
 
 
 def check(group: Group, meant: CollectiveSignature) -> None:

@@ -68,7 +68,7 @@ def gather(
     leaves, signature = trees.flatten(data)
     # What is remembered under a signature has been found to be tensors only. Nothing at all may be a list of objects
     # that is empty here and not on other ranks.
-    tensors_only = bool(leaves) and (signature in group.memo or all(isinstance(leaf, Tensor) for leaf in leaves))
+    tensors_only = bool(leaves) and (signature in group.plans or all(isinstance(leaf, Tensor) for leaf in leaves))
     as_tensors = tensors_only and not as_objects
     if group.world_size == 1:
         return _alone(group, data, now, as_tensors, as_objects, counts)

@@ -85,11 +85,10 @@ class NanMonitor(TrainingMonitor):
         inner = inner_model(model)
         self._models.append(inner)
         if not is_compiled(model):
-            device = self._group.device
-            recall = ReplayBuffer(self._recent, device)
-            # Elsewhere a replica moves what it is given, and only the model inside it sees where to.
-            note = getattr(model, "note_forwards", None) if device.type == "cpu" else None
-            handle = inner.register_forward_pre_hook(recall, with_kwargs=True) if note is None else note(recall)
+            recall = ReplayBuffer(self._recent, self._group.device)
+            handle = self._state.strategy.note_forwards(model, recall)
+            if handle is None:
+                handle = inner.register_forward_pre_hook(recall, with_kwargs=True)
             self._handles.append((inner, handle))
 
     def retain(self, models: Iterable[nn.Module]) -> None:

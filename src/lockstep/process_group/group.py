@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,10 @@ from lockstep.process_group.monitor import Monitor
 from lockstep.process_group.store import open_store, port_of
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.topology.topology import Topology
+
+if TYPE_CHECKING:
+    from lockstep.comm.tensors import BufferPlan
+    from lockstep.comm.verify import HandshakeBuffers
 
 POLL = timedelta(seconds=0.2)
 """How long a wait of ours sleeps before it looks whether the generation has ended."""
@@ -72,6 +76,16 @@ class _Backends(dict[torch.device, Any]):
         return found
 
 
+class GroupListener(Protocol):
+    """What has to know of a group's generations."""
+
+    def recovery_enabled(self) -> None:
+        """From now on a failure is to be survived."""
+
+    def group_rebuilt(self) -> None:
+        """Called on: all ranks. There is a new generation."""
+
+
 class Group:
     """This process's membership in the job."""
 
@@ -95,8 +109,10 @@ class Group:
         """Whether a scope of ``comm.agree`` was ever opened, so that a rank must be able to leave whatever it is in."""
         self.monitor = Monitor()
         """What watches over this rank: the guard, once it is there."""
-        self.memo: dict[Any, Any] = {}
-        """What the collectives remember between calls of one generation."""
+        self.plans: dict[Any, BufferPlan] = {}
+        """How structures of tensors are packed, by their signatures; kept for one generation."""
+        self.handshake: HandshakeBuffers | None = None
+        """What debug mode compares collectives through, in one generation."""
         self.backends = _Backends(self)
         """What carries the tensors of each device in this generation: quicker to call than the process group."""
         self.abort_reason: AbortReason | None = None
@@ -112,8 +128,7 @@ class Group:
         self._peer_ports: frozenset[int] = frozenset()
         self._abandoned: list[tuple[Any, Any]] = []
         self._under_way: list[tuple[weakref.ref[Any], list[Any]]] = []
-        self._on_rebuild: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._on_enable_recovery: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._listeners: list[weakref.ref[GroupListener]] = []
         self._asked: Counter[str] = Counter()
         self._latest: dict[str, str] = {}
         self._owned = False
@@ -379,15 +394,19 @@ class Group:
             self._free()
         return self.tick
 
-    def on_enable_recovery(self, callback: Callable[[], None]) -> None:
-        """Have a bound method called when the first scope of ``comm.agree`` is opened."""
-        _add(self._on_enable_recovery, callback)
+    def add_listener(self, listener: GroupListener) -> None:
+        """Have it called for as long as it lives."""
+        self._listeners = [*map(weakref.ref, self._live_listeners()), weakref.ref(listener)]
+
+    def _live_listeners(self) -> list[GroupListener]:
+        return [listener for reference in self._listeners if (listener := reference()) is not None]
 
     def enable_recovery(self) -> None:
         """Called on: all ranks. Be ready to leave whatever this rank will be blocked in."""
         if not self.recovery_enabled:
             self.recovery_enabled = True
-            _call(self._on_enable_recovery)
+            for listener in self._live_listeners():
+                listener.recovery_enabled()
 
     def abort(self, what: str, *, leaving: bool = False, details: str = "") -> AbortReason:
         """Called on: the rank that failed. Tell the others; the first cause told is the one that counts."""
@@ -436,10 +455,6 @@ class Group:
         self._under_way = [(of, left) for of, left in self._under_way if left or of() is not None]
         self._under_way.append((weakref.ref(owner), works))
 
-    def on_rebuild(self, callback: Callable[[], None]) -> None:
-        """Have a bound method called after each new generation; it is forgotten with its object."""
-        _add(self._on_rebuild, callback)
-
     def rebuild(self) -> None:
         """Called on: all ranks, after the generation ended. Meet again and make the next one."""
         while True:
@@ -464,14 +479,20 @@ class Group:
         self._root.delete_own("generation_", but=kept)
         if self.rank == 0:
             self._root.delete_all("generation_", but=kept)
-        _call(self._on_rebuild)
+        for listener in self._live_listeners():
+            listener.group_rebuilt()
+
+    def forget_buffers(self) -> None:
+        """Forget what collectives have kept for the next call; plans of debug mode lie in its buffers."""
+        self.plans.clear()
+        self.handshake = None
 
     def _destroy(self) -> None:
         """Let go of the old process group; one that still has work under way is kept, or its end would block."""
         self._stop_listening()
         self._abandon_all()
         self._abandoned = [(pg, work) for pg, work in self._abandoned if not work.is_completed()]
-        self.memo.clear()  # buffers there may still be written to by a collective of the old generation
+        self.forget_buffers()  # they may still be written to by a collective of the old generation
         if self.keeps_old_groups and self._pg is not None:
             _keep_forever(self._pg)
         if dist.is_initialized():
@@ -564,20 +585,6 @@ def _is_broken(error: BaseException) -> bool:
     """Whether it is what torch makes of shut sockets when the user called it directly."""
     marks = ("gloo", "Connection", "Socket", "NCCL")
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
-
-
-def _add(references: list[weakref.WeakMethod[Callable[[], None]]], callback: Callable[[], None]) -> None:
-    """Remember a bound method, and forget those whose objects are gone."""
-    references[:] = [*(reference for reference in references if reference() is not None), weakref.WeakMethod(callback)]
-
-
-def _call(references: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
-    """Call the methods whose objects are alive, and forget the others."""
-    references[:] = [reference for reference in references if reference() is not None]
-    for reference in references:
-        callback = reference()
-        if callback is not None:
-            callback()
 
 
 def _keep_forever(thing: Any) -> None:

@@ -36,8 +36,17 @@ _FILE = re.compile(r"rank_(\d+)\.json")
 
 _LEAVING = ("SystemExit", "KeyboardInterrupt")
 
-ADVISERS: list[Callable[[BaseException], str]] = []
-"""What packages of the running half advise on an exception: each gives a text, or nothing."""
+_advisers: list[Callable[[BaseException], str]] = []
+
+
+def add_adviser(adviser: Callable[[BaseException], str]) -> None:
+    """Have a package of the running half asked what it knows of an exception: it gives a text, or nothing.
+
+    For the whole process, as the excepthook is: who writes a report of a crash may belong to the starting half, and
+    knows nobody whom it could ask.
+    """
+    if adviser not in _advisers:
+        _advisers.append(adviser)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +125,7 @@ def from_exception(
 def advice_on(value: BaseException | None) -> str:
     """What those who know have to say about an exception. Never raises, as there is another error to tell."""
     said = []
-    for adviser in ADVISERS:
+    for adviser in _advisers:
         with suppress(Exception):
             said.append("" if value is None else adviser(value))
     return "\n".join(text for text in said if text)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.config.handlers import DistributedDataParallelKwargs
 from lockstep.process_group.group import Group
@@ -68,6 +69,15 @@ class Strategy(Protocol):
 
     def average(self, models: Sequence[nn.Module]) -> None:
         """Called on: all ranks. Average the gradients that such backwards have left."""
+
+    def note_forwards(self, model: nn.Module, note: Callable[..., None]) -> RemovableHandle | None:
+        """Have ``note`` called with the user's model and its inputs before each forward that is trained on.
+
+        None where a hook on the user's model does.
+        """
+
+    def enable_recovery(self) -> None:
+        """From now on a failure is to be survived: have each backward wait in a way that can be left."""
 
     def reattach(self, model: nn.Module) -> None:
         """Point the model at the group's new generation."""

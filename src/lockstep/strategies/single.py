@@ -58,6 +58,12 @@ class Single:
     def average(self, models: Any) -> None:
         """They are what they are."""
 
+    def note_forwards(self, model: nn.Module, note: Any) -> None:
+        """A hook on the model does."""
+
+    def enable_recovery(self) -> None:
+        """Nobody else can fail."""
+
     def reattach(self, model: nn.Module) -> None:
         """Nothing to attach."""
 

@@ -77,7 +77,7 @@ class TrainingState:
 
     def __post_init__(self) -> None:
         self.schedule_check = ScheduleCheck(self.optimizers, self.schedulers)
-        self.group.on_rebuild(self._after_rebuild)
+        self.group.add_listener(self)
 
     @classmethod
     def build(cls, topology: Topology, group: Group, settings: Settings, precision: Precision) -> TrainingState:
@@ -176,8 +176,15 @@ class TrainingState:
         self.monitor.retain(models)
         self.detectors.retain(models)
 
-    def _after_rebuild(self) -> None:
+    # --- what the group reports --------------------------------------------------------------------------------
+
+    def recovery_enabled(self) -> None:
+        """From now on a failure is to be survived."""
+        self.strategy.enable_recovery()
+
+    def group_rebuilt(self) -> None:
         """After a new generation: attach the models to it, and give up the open window."""
+        self.strategy.restart()
         for model in self.models:
             self.strategy.reattach(model)
         for model in self.given_up:

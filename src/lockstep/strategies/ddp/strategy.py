@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm import trees
 from lockstep.comm.objects import all_objects
@@ -24,7 +25,7 @@ from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.guard.torch_calls import allow_stacks
 from lockstep.process_group.group import Group
 from lockstep.strategies.ddp.grad_allreduce import average_gradients
-from lockstep.strategies.ddp.module import BUFFER_OPTION, untraced
+from lockstep.strategies.ddp.module import BUFFER_OPTION, Note, untraced
 from lockstep.strategies.ddp.module import DistributedDataParallel as Replica
 from lockstep.strategies.ddp.reductions import Reductions
 from lockstep.strategies.ddp.trained_parameters import TrainedParameters
@@ -50,8 +51,6 @@ class DDP:
         # DDP's exchange of used parameters may be pending in what a failed backward left: that then holds the group's
         # last reference, and its end would wait for threads that wait for the GIL.
         group.keeps_old_groups = group.keeps_old_groups or options.find_unused_parameters
-        group.on_enable_recovery(self._enable_recovery)
-        group.on_rebuild(self._reductions.restart)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Called on: all ranks. The model, with rank 0's weights, averaging its gradients over all ranks."""
@@ -154,7 +153,7 @@ class DDP:
         elif hook is not None:
             wrapped.register_comm_hook(state, hook)
 
-    def _enable_recovery(self) -> None:
+    def enable_recovery(self) -> None:
         """From now on a failure is to be survived: have each backward wait in a way that can be left."""
         for wrapped in self._wrapped:
             if not wrapped._comm_hooks:
@@ -195,6 +194,11 @@ class DDP:
         """
         if wrapped is not None and not _in_join(wrapped):
             self._group.barrier()
+
+    def note_forwards(self, model: nn.Module, note: Note) -> RemovableHandle | None:
+        """Have a trained model's forwards noted; elsewhere than on the host only the model sees where inputs go."""
+        on_host = self._topology.device.type == "cpu"
+        return model.note_forwards(note) if on_host and isinstance(model, Replica) else None
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None] | None:
         """A region in which backward leaves the gradients on this rank; None where there is nothing to hold back."""
