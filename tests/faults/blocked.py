@@ -216,7 +216,7 @@ def rounds(scenario: str, count: int, seed: int = 0) -> Report:
         report.rounds.append(one_round(job, scenario, number))
         report.threads.append(len(os.listdir("/proc/self/task")))
         report.fds.append(len(os.listdir("/proc/self/fd")))
-    report.same_accelerator = job.accelerator is before is current.require().accelerator
+    report.same_accelerator = job.accelerator is before and current.require().training is before._state
     report.python_threads = sorted(thread.name for thread in threading.enumerate())
     return report
 
