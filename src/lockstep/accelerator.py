@@ -45,7 +45,6 @@ from lockstep.topology.memory import empty_cache
 from lockstep.topology.topology import Topology
 from lockstep.training import step as training_step
 from lockstep.training import unwrap
-from lockstep.training.accumulate import MicroBatch
 from lockstep.training.prepare import Preparer, prepare
 from lockstep.training.state import TrainingState
 
@@ -299,7 +298,12 @@ class Accelerator(ProcessView, DataOptions):
         Other objects come back as they are, and so does what this accelerator has prepared before, unless a model's
         parameters have changed since.
         """
-        return prepare(self, args, device_placement)
+        makers = (
+            (DataLoader, self.prepare_data_loader),
+            (nn.Module, self.prepare_model),
+            (torch.optim.Optimizer, self.prepare_optimizer),
+        )
+        return prepare(args, device_placement, makers, self.prepare_scheduler)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -439,7 +443,7 @@ class Accelerator(ProcessView, DataOptions):
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """One micro-batch: gradients stay on this rank until the one that completes an update."""
-        return MicroBatch(self._state, models)
+        return training_step.accumulate(self._state, models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A region in which backward leaves the model's gradients on this rank."""

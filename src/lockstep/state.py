@@ -12,8 +12,9 @@ from lockstep.config.choices import DebugTool
 from lockstep.config.env import snapshot
 from lockstep.config.handlers import GradientAccumulationPlugin, InitProcessGroupKwargs
 from lockstep.config.settings import read_debug, read_precision
+from lockstep.data.iteration import Iteration
 from lockstep.errors import ConfigError, UsageError
-from lockstep.optim.accumulation import Accumulation, LoaderIteration
+from lockstep.optim.accumulation import Accumulation
 
 
 class PartialState(ProcessView):
@@ -239,7 +240,7 @@ class GradientState:
         return -1 if newest is None else newest.remainder
 
     @property
-    def _newest(self) -> LoaderIteration | None:
+    def _newest(self) -> Iteration | None:
         batches = self._accumulation.batches
         return None if batches is None else batches.newest
 

@@ -12,7 +12,7 @@ from lockstep.config.choices import DebugTool, NanPolicy
 from lockstep.config.recording import NumericsRecord
 from lockstep.config.settings import Settings
 from lockstep.numerics.policy import NanMonitor
-from lockstep.training.monitor import TrainingMonitor
+from lockstep.optim.monitor import TrainingMonitor
 from lockstep.training.state import TrainingState
 
 

@@ -23,8 +23,8 @@ from lockstep.numerics.async_check import AsyncCheck
 from lockstep.numerics.dtype_limits import SCALER_PATIENCE
 from lockstep.numerics.replay_buffer import Forward, ReplayBuffer
 from lockstep.numerics.unwrap import is_compiled
+from lockstep.optim.monitor import TrainingMonitor
 from lockstep.strategies.unwrap import inner_model
-from lockstep.training.monitor import TrainingMonitor
 from lockstep.training.state import TrainingState
 
 if TYPE_CHECKING:

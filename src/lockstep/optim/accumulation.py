@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,37 +13,10 @@ from torch import Tensor
 from lockstep.comm import tensors
 from lockstep.config.choices import TailDivisor
 from lockstep.config.handlers import GradientAccumulationPlugin, check_steps
+from lockstep.data.current_batch import CurrentBatch
+from lockstep.data.iteration import Iteration
 from lockstep.errors import ConfigError, UsageError
 from lockstep.process_group.group import Group
-
-
-class LoaderIteration(Protocol):
-    """What accumulation asks of an iteration of a loader."""
-
-    end_of_dataloader: bool
-    remainder: int
-    remaining: int | None
-    """Batches left, the current one included; None when nobody knows."""
-
-    @property
-    def loader(self) -> Any:
-        """Whose iteration it is."""
-
-
-class BatchSource(Protocol):
-    """Where batches come from: the iterations that are open."""
-
-    @property
-    def live(self) -> Sequence[LoaderIteration]:
-        """All of them, the one that drew last at the end."""
-
-    @property
-    def newest(self) -> LoaderIteration | None:
-        """The one that drew last."""
-
-    @property
-    def training(self) -> LoaderIteration | None:
-        """The one whose batches are trained on."""
 
 
 class Accumulation:
@@ -54,7 +27,7 @@ class Accumulation:
     after the backward that closes it.
     """
 
-    def __init__(self, plugin: GradientAccumulationPlugin, batches: BatchSource | None = None) -> None:
+    def __init__(self, plugin: GradientAccumulationPlugin, batches: CurrentBatch | None = None) -> None:
         self.plugin = plugin
         self.batches = batches
         self.num_steps = plugin.num_steps or 1
@@ -139,7 +112,7 @@ class Accumulation:
         self.settled = not (sync and self.exact_tail and self._filled != self.divisor)
         return sync
 
-    def _window(self, iteration: LoaderIteration | None) -> int:
+    def _window(self, iteration: Iteration | None) -> int:
         if self.num_steps == 1 or not self.exact_tail or not self.sync_with_dataloader or iteration is None:
             return self.num_steps
         remaining = iteration.remaining

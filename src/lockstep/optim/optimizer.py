@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.comm.profiled import being_profiled
 from lockstep.optim.accumulation import Accumulation
-
-
-class Scaler(Protocol):
-    """What an optimizer asks of fp16's loss scaler."""
-
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learn from now on whether the optimizer really stepped."""
-
-    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> bool:
-        """Update the parameters unless a gradient overflowed; whether they were."""
-
-
-class Gate(Protocol):
-    """Who may refuse an update because of its numbers."""
-
-    def refuses(self, parameters: Sequence[Tensor]) -> bool:
-        """Called on: all ranks. Whether the update of these parameters is to be dropped."""
-
-    def stepped(self, dropped: bool) -> None:
-        """The loss scaler has made an update, or dropped it."""
+from lockstep.optim.monitor import TrainingMonitor
+from lockstep.precision.scaler import LossScaler
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -43,9 +25,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         accumulation: Accumulation,
-        scaler: Scaler | None,
+        scaler: LossScaler | None,
         announce: Callable[[PreparedOptimizer], None] | None = None,
-        gate: Gate | None = None,
+        gate: TrainingMonitor | None = None,
         stepped: Callable[[PreparedOptimizer], None] | None = None,
     ) -> None:
         # The base class is for isinstance only: its constructor would start a second optimizer.

@@ -11,7 +11,7 @@ from lockstep.optim.scheduler import PreparedScheduler
 from lockstep.training.state import TrainingState
 
 
-def announce_horizon(state: TrainingState, scheduler: PreparedScheduler, settings: Settings) -> None:
+def announce_horizon(state: TrainingState, settings: Settings, scheduler: PreparedScheduler) -> None:
     """Before a schedule's first step: log where it ends, if that is not where the training does."""
     iteration, length = state.current_batch.training, schedule_length.schedule_length(scheduler.scheduler)
     if length is None or iteration is None or not settings.step_with_optimizer:

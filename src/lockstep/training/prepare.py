@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,39 +33,27 @@ from lockstep.training.state import TrainingState
 _OWNER = "_lockstep_owner"
 
 
-class _PreparesOne(Protocol):
-    """What prepares one object of each kind: an accelerator, whose methods a script may have overridden."""
-
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None) -> nn.Module: ...
-
-    def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
-    ) -> torch.optim.Optimizer: ...
-
-    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler: ...
-
-    def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None) -> Any: ...
+Makers = Sequence[tuple[type, Callable[..., Any]]]
+"""What prepares an object of each kind: an accelerator's methods, which a script may have overridden."""
 
 
-def prepare(by: _PreparesOne, objects: Sequence[Any], device_placement: Sequence[bool | None] | None) -> Any:
+def prepare(
+    objects: Sequence[Any],
+    device_placement: Sequence[bool | None] | None,
+    makers: Makers,
+    make_scheduler: Callable[[Any], PreparedScheduler],
+) -> Any:
     """Called on: all ranks. Each object, ready, in the order given; what is of no known kind as it is."""
     places = [None] * len(objects) if device_placement is None else device_placement
     if len(places) != len(objects):
         raise UsageError(f"device_placement has {len(places)} entries for {len(objects)} objects. Give one for each.")
+    made = []
+    for item, place in zip(objects, places, strict=True):
+        make = next((make for kind, make in makers if isinstance(item, kind)), None)
+        made.append(item if make is None else make(item, device_placement=place))
     # Schedulers last: they follow the optimizers prepared with them.
-    made = [_prepare_one(by, item, place) for item, place in zip(objects, places, strict=True)]
-    made = [by.prepare_scheduler(item) if _is_scheduler(item) else item for item in made]
+    made = [make_scheduler(item) if isinstance(item, (LRScheduler, PreparedScheduler)) else item for item in made]
     return made[0] if len(made) == 1 else tuple(made)
-
-
-def _prepare_one(by: _PreparesOne, item: Any, place: bool | None) -> Any:
-    if isinstance(item, DataLoader):
-        return by.prepare_data_loader(item, device_placement=place)
-    if isinstance(item, nn.Module):
-        return by.prepare_model(item, device_placement=place)
-    if isinstance(item, torch.optim.Optimizer):
-        return by.prepare_optimizer(item, device_placement=place)
-    return item
 
 
 class Preparer:
@@ -130,7 +119,7 @@ class Preparer:
             optimizer,
             state.accumulation,
             state.scaler,
-            self._announce_run,
+            functools.partial(announce.announce_run, state),
             state.monitor if state.monitor.guards else None,
             state.stepped,
         )
@@ -156,7 +145,7 @@ class Preparer:
             with_optimizer=self._settings.step_with_optimizer,
             unit=self._settings.scheduler_unit,
             processes=processes,
-            announce=self._announce_horizon,
+            announce=functools.partial(announce.announce_horizon, state, self._settings),
         )
         state.schedulers.append(made)
         return made
@@ -224,16 +213,6 @@ class Preparer:
         lines = hashlib.blake2b(sites.spell_path(frame).encode(), digest_size=16).hexdigest()
         return f"{lines}/{self._state.group.ordinal(lines)}"
 
-    def _announce_run(self, optimizer: PreparedOptimizer) -> None:
-        announce.announce_run(self._state, optimizer)
-
-    def _announce_horizon(self, scheduler: PreparedScheduler) -> None:
-        announce.announce_horizon(self._state, scheduler, self._settings)
-
     def _synchronize_loader(self, generator: torch.Generator | None) -> None:
         wanted = [kind for kind in self._settings.rng_types if kind.value != "generator" or generator is not None]
         rng.synchronize(self._state.group, self._state.topology.device, wanted, generator)
-
-
-def _is_scheduler(item: Any) -> bool:
-    return isinstance(item, (LRScheduler, PreparedScheduler))

@@ -17,6 +17,7 @@ from lockstep.data.current_batch import CurrentBatch
 from lockstep.data.loader import PreparedDataLoader
 from lockstep.errors import UsageError
 from lockstep.optim.accumulation import Accumulation
+from lockstep.optim.monitor import TrainingMonitor
 from lockstep.optim.optimizer import PreparedOptimizer
 from lockstep.optim.scheduler import PreparedScheduler
 from lockstep.optim.unprepared_schedule import ScheduleCheck
@@ -26,7 +27,6 @@ from lockstep.process_group.group import Group
 from lockstep.strategies.choose import Strategy, choose
 from lockstep.topology.topology import Topology
 from lockstep.training import unwrap
-from lockstep.training.monitor import TrainingMonitor
 
 if TYPE_CHECKING:
     from lockstep.optim.run_summary import RunSummary

@@ -1,19 +1,46 @@
-"""What an accelerator does in a step: backward, clipping, and a region of uneven inputs."""
+"""What an accelerator does in a step: a micro-batch, backward, clipping, and a region of uneven inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from time import monotonic
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lockstep.errors import UsageError
 from lockstep.optim import clip
 from lockstep.optim.accumulation import silenced
 from lockstep.optim.optimizer import PreparedOptimizer
+from lockstep.optim.unprepared_check import refuse_strangers
 from lockstep.training.state import TrainingState
+
+
+@contextmanager
+def accumulate(state: TrainingState, models: Sequence[nn.Module]) -> Iterator[None]:
+    """One micro-batch of an accumulation window: its backward averages gradients, or holds them back."""
+    accumulation, rates = state.accumulation, None
+    if accumulation.inside:
+        raise UsageError("accelerator.accumulate() is open already. Pass several models to one: accumulate(a, b).")
+    if accumulation.num_steps > 1:
+        refuse_strangers(accumulation, state.parameters)
+    sync = accumulation.advance()
+    accumulation.inside = True
+    if not sync:
+        rates = state.schedule_check.rates()
+    with ExitStack() as held:
+        try:
+            if not sync and not accumulation.sync_each_batch:
+                for model in models:
+                    held.enter_context(state.strategy.no_sync(model) or nullcontext())
+            yield
+            if rates:
+                state.schedule_check.compare(rates, accumulation.num_steps)
+        finally:
+            accumulation.inside = False
+            accumulation.leave()
 
 
 def backward(state: TrainingState, loss: Tensor, num_items: Any, **kwargs: Any) -> None:

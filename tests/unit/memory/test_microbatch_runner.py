@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lockstep import OutOfMemory
 from lockstep.memory.microbatch import train_on
-from lockstep.training.monitor import TrainingMonitor
+from lockstep.optim.monitor import TrainingMonitor
 from lockstep.training.state import TrainingState
 from tests.unit.training.states import make_state
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lockstep import UsageError
-from lockstep.training.accumulate import MicroBatch
-from lockstep.training.monitor import TrainingMonitor
+from lockstep.optim.monitor import TrainingMonitor
+from lockstep.training.step import accumulate
 from tests.unit.training.states import make_state, train
 
 
@@ -37,7 +37,7 @@ def test_updates_are_counted_and_reported() -> None:
 def test_a_window_of_two_micro_batches_is_one_update() -> None:
     state = make_state(nn.Linear(2, 1), steps=2)
     for _ in range(4):
-        with MicroBatch(state, tuple(state.models)):
+        with accumulate(state, state.models):
             train(state, torch.ones(4, 2))
     assert state.updates == 2
 
