@@ -57,7 +57,7 @@ def find_executable_batch_size(
             size that fits in trials of 2 updates each, then runs the function once to its end.
         margin: With "binary", how far the size stays below the smallest one that is known not to fit.
     """
-    options = _Options(
+    options = SearchOptions(
         start=check_size(starting_batch_size, "starting_batch_size"),
         reduce=reduce_batch_size_fn,
         keep_effective=keep_effective_batch,
@@ -70,7 +70,9 @@ def find_executable_batch_size(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Options:
+class SearchOptions:
+    """How to search; see ``find_executable_batch_size``."""
+
     start: int
     reduce: Callable[[], int] | None
     keep_effective: bool
@@ -78,7 +80,7 @@ class _Options:
     margin: float
 
 
-def _decorate(function: Callable[..., Any], *, options: _Options) -> Callable[..., Any]:
+def _decorate(function: Callable[..., Any], *, options: SearchOptions) -> Callable[..., Any]:
     signature = check_function(function)
     first, *others = signature.parameters.values()
     takes_more = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in (first, *others))
@@ -87,7 +89,7 @@ def _decorate(function: Callable[..., Any], *, options: _Options) -> Callable[..
     def run(*args: Any, **kwargs: Any) -> Any:
         if first.name in kwargs or (not takes_more and len(args) > positional(others)):
             raise TypeError(passed_in(function, first, others, args, kwargs))
-        return _Search(functools.partial(_call, function, args, kwargs), options).run()
+        return Search(functools.partial(_call, function, args, kwargs), options, current.peek()).run()
 
     if first.kind is not first.VAR_POSITIONAL:
         run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
@@ -114,11 +116,12 @@ class _RanOut:
     trace: str
 
 
-class _Search:
-    def __init__(self, function: Callable[[int], Any], options: _Options) -> None:
+class Search:
+    """One search: of a function of the batch size, in a session; None where nobody has joined a job yet."""
+
+    def __init__(self, function: Callable[[int], Any], options: SearchOptions, session: current.Session | None) -> None:
         self._function = function
         self._options = options
-        session = current.peek()
         self._group: Group | None = None if session is None else session.group
         self._device = torch.device("cpu") if session is None else session.topology.device
         self._state = None if session is None else session.training
@@ -129,6 +132,7 @@ class _Search:
         self._bar = SearchBar(shown=self._group is None or self._group.rank == 0)
 
     def run(self) -> Any:
+        """Called on: all ranks. What the function returns at the size that fits."""
         self._check_place()
         clear_device_cache(garbage_collection=True)
         size = self._options.start

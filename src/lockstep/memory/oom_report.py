@@ -40,9 +40,13 @@ class _Kept:
 
 def advise(error: BaseException) -> str:
     """The text for an error that ends this rank; empty when it is no lack of memory of its own."""
+    return report(error, current.peek())
+
+
+def report(error: BaseException, session: current.Session | None) -> str:
+    """The same in a session; None where nobody has joined a job yet."""
     if not is_out_of_memory(error) or isinstance(root_of(error), PeerFailure):
         return ""
-    session = current.peek()
     state = None if session is None else session.training
     if isinstance(error, OutOfMemory) and (state is None or not state.models):
         return ""  # a search that has ended: what it held is freed, and its own text has what to do and the result
