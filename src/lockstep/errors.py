@@ -39,7 +39,8 @@ def first_line(error: object) -> str:
 
 
 LOST_PEER = re.compile(
-    r"PeerFailure|DistNetworkError|gloo|nccl|connection (was )?(likely )?(closed|reset)|broken pipe", re.IGNORECASE
+    r"PeerFailure|DistNetworkError|gloo|nccl|(connection|socket) (was )?(likely )?(closed|reset)|broken pipe",
+    re.IGNORECASE,
 )
 """What errors say when the process at the other end of a connection is gone."""
 

@@ -32,6 +32,7 @@ from lockstep.job_store.signed_store import SignedStore, read_secret
 from lockstep.process_group.group import Group
 from lockstep.topology import environments
 from lockstep.topology.topology import Topology
+from lockstep.torch_internals.c10d import default_store
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
@@ -380,7 +381,7 @@ def _find_turns(place: Topology | environments.Placement) -> _Turns | None:
             _turns[group] = _Turns(group.store.clone, group.rank, group.world_size)
         return _turns[group]
     if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         key: tuple[Any, ...] = (id(store),)
         connect = functools.partial(_cloned, store)
     elif place.agent_store:

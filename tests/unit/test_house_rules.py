@@ -106,8 +106,15 @@ def assumes_replicas(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_only_strategies_know_what_is_put_around_a_model() -> None:
-    files = [path for path in FILES if "strategies" not in path.relative_to(SOURCE).parts]
+    inside = SOURCE / "torch_internals" / "ddp.py"  # DDP's own inside, which strategies/ddp alone imports
+    files = [path for path in FILES if "strategies" not in path.relative_to(SOURCE).parts and path != inside]
     assert offences(assumes_replicas, files) == []
+    users = [
+        path
+        for path in FILES
+        if "torch_internals.ddp" in (text := path.read_text("utf-8")) or "import autograd, ddp" in text
+    ]
+    assert {path.parent for path in users} <= {SOURCE / "strategies" / "ddp"}
     assert offences(assumes_replicas, sorted((SOURCE / "strategies" / "ddp").glob("*.py")))
 
 
@@ -131,7 +138,7 @@ UNPICKLES = {
     "comm/objects.py": "the other ranks, in a collective",
     "data/dispatch.py": "rank 0, in a collective",
     "data/worker_tails.py": "a worker process of this loader",
-    "guard/reporter.py": "torch's Flight Recorder, in this process",
+    "torch_internals/flight_recorder.py": "torch's Flight Recorder, in this process",
     "launch/fork_worker.py": "the notebook that forked this process",
     "launch/fork_pool.py": "a process that this one forked",
     "launch/rendezvous_state.py": "the rendezvous' state, by the classes of that state only, before torch does",
@@ -177,6 +184,147 @@ def test_values_of_the_store_are_read_through_their_signatures() -> None:
     allowed = [SOURCE / name for name in READS_UNSIGNED]
     assert offences(reads_past_signatures, [path for path in FILES if path not in allowed]) == []
     assert [path for path in allowed if not list(reads_past_signatures(parsed(path)))] == []
+
+
+TORCH_INTERNALS = SOURCE / "torch_internals"
+TORCHS = {
+    *("_backward_hooks", "_forward_hooks", "_forward_pre_hooks", "_load_state_dict_pre_hooks"),
+    *("_load_from_state_dict", "_save_to_state_dict", "_state_dict_hooks", "_orig_mod", "_compiled_call_impl"),
+    *("_comm_hooks", "_update_process_group", "_join_config", "_join_hook", "_sync_buffers", "_sync_final_model"),
+    *("_pre_forward", "_post_forward", "_set_static_graph", "_get_ddp_logging_data", "_get_num_nonjoined_procs"),
+    *("_check_global_requires_backward_grad_sync", "_match_unused_params_allreduce", "_find_common_rank"),
+    *("_distributed_broadcast_coalesced", "_remove_autograd_hooks", "_static_graph_delay_allreduce_enqueued"),
+    *("_iterator", "_get_iterator", "_next_data", "_base_seed", "_index_sampler", "_dataset_kind", "_num_workers"),
+    *("_worker_result_queue", "_data_queue", "_tasks_outstanding", "_workers", "_num_samples", "_auto_collation"),
+    *("_get_backend", "_reduce_scatter_base", "_get_default_store", "_get_default_group"),
+    *("_get_sequence_number_for_group", "_abort_process_group", "_dump_fr_trace", "_set_default_timeout"),
+    *("_start_workers", "_monitor_workers", "_stop_workers", "_pcontext", "_remaining_restarts", "_worker_group"),
+    *("_execution_engine", "_current_graph_task_id", "_grad_fn", "_cdata", "_local_tensor", "_per_optimizer_states"),
+    *("_wrapped_by_lr_sched", "_step_count", "_opt_called", "_optimizer_step_pre_hooks", "_checkpoint_offset"),
+    *("_ddp_params_and_buffers_to_ignore", "_lazy_load_hook", "_RendezvousState", "_NodeDesc"),
+}
+"""Private names of torch's objects, in use or at hand: found by name, whatever they are looked up in, also as texts."""
+TORCHS_OF = {
+    "_parameters": {"module", "part", "model", "net", "child", "layer", "block"},
+    "_buffers": {"module", "part", "model", "net", "child", "layer", "block"},
+    "_modules": {"module", "part", "model", "net", "child", "layer", "block"},
+    "_values": {"tensor", "gradient", "grad", "sparse", "value", "detach()"},
+    "_indices": {"tensor", "gradient", "grad", "sparse", "value"},
+    "_version": {"tensor", "parameter", "value", "weight"},
+    "_shutdown": {"super()", "agent"},
+    "_store": {"agent"},
+}
+"""The same for names that ours have, too: what they are looked up in."""
+PYTHONS = {
+    *("_exit", "_getframe", "_current_frames", "_run_module_as_main", "_config", "_initializing", "_replace"),
+    *("_fields", "_asdict", "_actions", "_SubParsersAction"),
+}
+"""Private names of Python's own modules and classes."""
+OTHERS = {"_no_split_modules", "_tie_weights"}
+"""Of models of transformers, where it is the documented way."""
+
+
+@functools.cache
+def own_private_names() -> frozenset[str]:
+    """What this package itself defines with an underscore: functions, classes, variables, attributes, slots."""
+    found: set[str] = set()
+    for path in FILES:
+        if TORCH_INTERNALS in path.parents:
+            continue
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.id if isinstance(node, ast.Name) else node.attr)
+            elif isinstance(node, ast.alias):
+                found.add(node.asname or node.name.rpartition(".")[2])
+    return frozenset(found) - TORCHS
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name.strip("_") != ""
+
+
+def torchs_private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Uses of what torch keeps to itself: in imports, behind names that are torch's, and on objects of torch's."""
+    known: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                if name.name.partition(".")[0] == "torch":
+                    known.add((name.asname or name.name).partition(".")[0])
+                    if any(map(is_private, name.name.split("."))):
+                        yield node.lineno, f"import {name.name}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            for name in node.names:
+                known.add(name.asname or name.name)
+                if any(map(is_private, [*(node.module or "").split("."), name.name])):
+                    yield node.lineno, f"from {node.module} import {name.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            base: ast.AST = node
+            while isinstance(base, ast.Attribute):
+                base = base.value
+            of_torch = isinstance(base, ast.Name) and base.id in known
+            strange = node.attr not in own_private_names() | PYTHONS | OTHERS
+            if of_torch or strange or _is_torchs(node.attr, node.value):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.name in TORCHS:
+                yield node.lineno, f"def {node.name}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value in TORCHS or re.fullmatch(r"torch(\.\w+)*\._(?!_)[\w.]+", node.value):
+                yield node.lineno, repr(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            text = getattr(node.args[1], "value", None)
+            looks = node.func.id in ("getattr", "setattr", "hasattr", "delattr") and isinstance(text, str)
+            if looks and is_private(text) and text not in own_private_names() | PYTHONS | OTHERS | TORCHS:
+                yield node.lineno, ast.unparse(node)
+
+
+def _is_torchs(name: str, owner: ast.AST) -> bool:
+    return name in TORCHS or ast.unparse(owner).rpartition(".")[2] in TORCHS_OF.get(name, ())
+
+
+def test_torchs_private_names_are_in_one_package() -> None:
+    elsewhere = [path for path in FILES if TORCH_INTERNALS not in path.parents]
+    preload = SOURCE / "testing" / "_preload.py"  # names modules to be loaded early, and does without any of them
+    assert offences(torchs_private_names, [path for path in elsewhere if path != preload]) == []
+
+
+def test_each_file_of_that_package_has_a_test_and_each_function_says_what_it_needs() -> None:
+    for path in sorted(TORCH_INTERNALS.glob("[a-z]*.py")):
+        tree = parsed(path)
+        assert isinstance(tree, ast.Module)
+        assert (Path(__file__).parent / "torch_internals" / f"test_{path.stem}.py").exists(), path.name
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                said = ast.get_docstring(node) or ""
+                assert ("Needs" in said and "Without" in said) or "see ``" in said, f"{path.name}: {node.name}"
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import torch\ntorch._C._x()", ["torch._C._x", "torch._C"]),
+        ("import torch.distributed as d\nd._functional_collectives", ["d._functional_collectives"]),
+        ("from torch.nn.modules.batchnorm import _NormBase", ["from torch.nn.modules.batchnorm import _NormBase"]),
+        ("from torch._dynamo import reset", ["from torch._dynamo import reset"]),
+        ("import torch._dynamo", ["import torch._dynamo"]),
+        ("model._comm_hooks", ["model._comm_hooks"]),
+        ("self._pre_forward()", ["self._pre_forward"]),
+        ("loader._iterator = None", ["loader._iterator"]),
+        ("tensor.untyped_storage()._weak_ref()", ["tensor.untyped_storage()._weak_ref"]),
+        ("getattr(model, '_fsdp_state', None)", ["getattr(model, '_fsdp_state', None)"]),
+        ("model.__dict__['_join_config']", ["'_join_config'"]),
+        ("importlib.import_module('torch._inductor.codecache')", ["'torch._inductor.codecache'"]),
+        ("class A(B):\n    def _start_workers(self): ...", ["def _start_workers"]),
+        ("part._parameters", ["part._parameters"]),
+        ("import torch\nself._group\ntorch.__version__\nos._exit(1)\nself._parameters", []),
+    ],
+)
+def test_the_rule_on_torchs_private_names_sees(code: str, found: list[str]) -> None:
+    assert [what for _, what in torchs_private_names(ast.parse(code))] == found
 
 
 def uses_of_a_store(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -12,14 +12,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Generic, TypeVar
-
-import torch.distributed as dist
 
 from lockstep.comm.objects import all_objects
 from lockstep.errors import PeerFailure, walk_chain
 from lockstep.process_group.group import Group
+from lockstep.torch_internals import c10d
 
 Value = TypeVar("Value")
 
@@ -105,19 +103,8 @@ def _leavable(group: Group) -> Iterator[None]:
     if group.scopes or group.device.type != "cpu":
         yield
         return
-    torchs = dist.Work.wait
-
-    def wait(work: dist.Work, timeout: timedelta | None = None) -> bool:
-        if timeout:
-            return torchs(work, timeout)
-        group.wait(work, "calling torch.distributed")
-        return True
-
-    dist.Work.wait = wait  # type: ignore[method-assign, assignment]
-    try:
+    with c10d.waiting_by(group.wait):
         yield
-    finally:
-        dist.Work.wait = torchs  # type: ignore[method-assign]
 
 
 def _together(group: Group, step: Callable[[], Value]) -> Agreement[Value]:

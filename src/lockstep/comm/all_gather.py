@@ -8,6 +8,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from lockstep.comm.raw_bytes import as_bytes
 from lockstep.process_group.group import Group
+from lockstep.torch_internals.c10d import all_gather_into
 
 OPTIONS = AllgatherOptions()
 CARRIED = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.float16))
@@ -18,7 +19,7 @@ def all_gather(group: Group, result: Tensor, source: Tensor, doing: str = "gathe
     """Called on: all ranks. Every rank's ``source`` one after the other in ``result``, both contiguous."""
     if source.dtype not in CARRIED:
         source, result = as_bytes(source), as_bytes(result)
-    group.wait(group.backends[source.device]._allgather_base(result, source, OPTIONS), doing)
+    group.wait(all_gather_into(group.backends[source.device], result, source, OPTIONS), doing)
 
 
 def gather_host(group: Group, source: Tensor, doing: str) -> Tensor:

@@ -19,6 +19,8 @@ from lockstep.comm import nested_tensors, trees, verify
 from lockstep.comm.all_gather import CARRIED, OPTIONS, all_gather, gather_host
 from lockstep.errors import ConfigError, DistributedOperationException
 from lockstep.process_group.group import Group
+from lockstep.torch_internals.c10d import all_gather_into
+from lockstep.torch_internals.tensor import copy_all
 
 _ALIGN = 16
 _KEEP_BYTES = 1 << 20
@@ -122,7 +124,7 @@ class BufferPlan:
         ready = [
             leaf if leaf.layout is strided and not leaf.requires_grad else _dense(leaf.detach()) for leaf in leaves
         ]
-        torch._foreach_copy_(places, ready)
+        copy_all(places, ready)
         return buffer
 
 
@@ -176,7 +178,7 @@ def gather(group: Group, tree: Any) -> Any:
             leaf, shape = leaf.view(1), torch.Size((1,))  # gloo refuses a source without a dimension
         result = torch.empty((group.world_size * shape[0], *shape[1:]), dtype=dtype, device=device)
         if dtype in CARRIED and leaf.numel():
-            group.wait(group.backends[device]._allgather_base(result, leaf, OPTIONS), "gathering tensors")
+            group.wait(all_gather_into(group.backends[device], result, leaf, OPTIONS), "gathering tensors")
         elif leaf.numel():
             all_gather(group, result, leaf)
         return result
@@ -207,7 +209,7 @@ def gather_flat(
         else:
             buffer, rows = plan.receiving()
             if plan.nbytes:
-                work = group.backends[plan.device]._allgather_base(buffer, plan.pack(leaves), OPTIONS)
+                work = all_gather_into(group.backends[plan.device], buffer, plan.pack(leaves), OPTIONS)
                 group.wait(work, "gathering tensors")
     finally:
         group.box.leave(number)
@@ -433,14 +435,14 @@ def broadcast_leaves(
         return
     packed, places = plan.sending()
     with torch.no_grad():
-        torch._foreach_copy_(places, list(leaves))
+        copy_all(places, list(leaves))
     options = dist.BroadcastOptions()
     options.rootRank = from_process
     group.wait(group.backends[packed.device].broadcast([packed], options), "broadcasting tensors")
     if group.rank != from_process:
         # A tensor made in inference mode can be written to only there.
         with torch.inference_mode(any(leaf.is_inference() for leaf in leaves)), torch.no_grad():
-            torch._foreach_copy_(list(leaves), places)
+            copy_all(list(leaves), places)
 
 
 def _check_rank(group: Group, rank: int) -> None:

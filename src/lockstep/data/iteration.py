@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lockstep.comm.profiled import being_profiled
 from lockstep.data import loader_state
 from lockstep.data.global_batch import GlobalBatch, ItemCounts, name_samples
 from lockstep.data.shards import UNKNOWN, Shard, ShardedIterable
 from lockstep.data.worker_tails import WorkerTail, distribute, whole_rounds
-from lockstep.data.worker_time import short_form, workers_of
 from lockstep.errors import DataError
+from lockstep.torch_internals.data_loader import busy_share
 
 if TYPE_CHECKING:
     from lockstep.data.audit import Audit
@@ -242,12 +241,11 @@ class Iteration:
             batches = iter(inner)
             if stream and inner.num_workers:
                 shard.forget()  # the workers have copies, and know where to begin
-            take = short_form(batches)
             if group.clock is not None and not self.loader.dispatched:
-                group.clock.workers = self.busy = workers_of(batches)
+                group.clock.workers = self.busy = busy_share(batches)
             while True:
                 try:
-                    batch = next(batches) if take is None or being_profiled() else take()
+                    batch = next(batches)
                 except StopIteration:
                     break
                 if stream:

@@ -19,6 +19,7 @@ from lockstep.data.iteration import Iteration
 from lockstep.data.shards import UNKNOWN, Shard
 from lockstep.errors import UsageError
 from lockstep.process_group.group import Group
+from lockstep.torch_internals.data_loader import forget_iterator
 
 if TYPE_CHECKING:
     from lockstep.data.prefetcher import Mover
@@ -228,7 +229,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def _own_parts(self) -> dict[str, Any]:
         inner = copy.copy(self.inner)
-        inner.__dict__["_iterator"] = None  # worker processes stay where they are
+        forget_iterator(inner)  # worker processes stay where they are
         # The audit compares loaders by name, and this one takes part already.
         return {
             "inner": inner,

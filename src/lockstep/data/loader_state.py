@@ -13,6 +13,7 @@ from lockstep.data.sampler import SeedableRandomSampler
 from lockstep.data.shards import Shard, ShardedIterable
 from lockstep.data.tagged_batch import Tagging
 from lockstep.errors import DataError
+from lockstep.torch_internals.data_loader import forget_iterator
 
 if TYPE_CHECKING:
     from lockstep.data.loader import PreparedDataLoader
@@ -117,7 +118,7 @@ def load(loader: PreparedDataLoader, state: dict[str, Any]) -> None:
         shard.resumes = True
         shard.restored = state.get("batches") if same else shard.rounds_before(sum(places))
     # Workers that are kept from one epoch to the next have their own copy of where to begin.
-    loader.inner.__dict__["_iterator"] = None
+    forget_iterator(loader.inner)
     loader._epoch.restored()
 
 
@@ -249,7 +250,7 @@ def _forget_inner_state(inner: DataLoader[Any]) -> None:
 def copy_loader(inner: DataLoader[Any], shard: Shard) -> tuple[DataLoader[Any], Shard]:
     """A copy that takes over where to begin; neither shares with the other what it is reading."""
     fresh = copy.copy(inner)
-    fresh.__dict__["_iterator"] = None
+    forget_iterator(fresh)
     copied = _replace_shard(fresh, shard)
     _forget_inner_state(inner)
     shard.forget()

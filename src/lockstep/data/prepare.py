@@ -19,6 +19,7 @@ from lockstep.data.skip import SkippedSampler, skip_unprepared
 from lockstep.data.tagged_batch import Tagging
 from lockstep.errors import ConfigError, UsageError
 from lockstep.process_group.group import Group
+from lockstep.torch_internals.data_loader import forget_iterator
 
 
 def prepare_loader(
@@ -46,7 +47,7 @@ def prepare_loader(
     except TypeError:
         before = None
     inner = copy.copy(loader)
-    inner.__dict__["_iterator"] = None
+    forget_iterator(inner)
     if hasattr(inner, "in_order"):
         inner.in_order = True  # or nobody could tell which batch is which
     if options.use_seedable_sampler:

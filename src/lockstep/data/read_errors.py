@@ -5,13 +5,13 @@ from __future__ import annotations
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import wait
-from types import TracebackType
 from typing import Any
 
 from lockstep.data.global_batch import GlobalBatch, name_samples
 from lockstep.errors import PeerFailure
 from lockstep.host.processes import name_signal
 from lockstep.process_group.group import Group
+from lockstep.torch_internals.data_loader import index_being_read, worker_processes
 
 _TOLD = "_lockstep_told"
 _ENDS = 1.0
@@ -22,7 +22,7 @@ def annotate_error(error: Exception, group: Group, round_: GlobalBatch | None) -
     """Add to an error which samples were being read, and free the ranks that will wait for this one."""
     if isinstance(error, PeerFailure) or getattr(error, _TOLD, False):
         return  # who failed has told everybody
-    at = _culprit(error.__traceback__)
+    at = index_being_read(error.__traceback__)
     ids = [at] if at is not None else list(round_.ids) if round_ is not None else []
     what = f"reading {name_samples(ids)}" if ids else "reading data"
     with suppress(AttributeError):  # Python 3.10 has no notes, and some exceptions no room for attributes
@@ -42,7 +42,7 @@ def of_lost_worker(error: Exception, batches: Any) -> Exception:
     """
     if not isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) or "worker process" in str(error):
         return error
-    workers = list(getattr(batches, "_workers", ()))
+    workers = worker_processes(batches)
     try:
         # The connection breaks a moment before the process ends, and so does what is waited for here: only joined, one
         # has an exit code, and torch's handler of SIGCHLD finds nothing to raise for in whatever comes next.
@@ -67,14 +67,3 @@ def _line(error: Exception) -> str:
     if text and text[0].startswith("Caught ") and "worker process" in text[0]:
         return text[-1]
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-
-
-def _culprit(trace: TracebackType | None) -> Any:
-    """The index that torch was reading in this process, from the frame of its fetcher."""
-    found = None
-    while trace is not None:
-        frame = trace.tb_frame
-        if frame.f_code.co_filename.endswith("fetch.py") and "idx" in frame.f_locals:
-            found = frame.f_locals["idx"]
-        trace = trace.tb_next
-    return found

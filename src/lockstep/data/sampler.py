@@ -15,7 +15,8 @@ class SeedableRandomSampler(RandomSampler):
         super().__init__(
             inner.data_source,
             replacement=inner.replacement,
-            num_samples=inner._num_samples,
+            # None where it is not told: the dataset's size of the moment counts then.
+            num_samples=None if inner.num_samples == len(inner.data_source) else inner.num_samples,
             generator=torch.Generator(),
         )
         self.seed = seed

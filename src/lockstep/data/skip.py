@@ -9,11 +9,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
+from lockstep.torch_internals.data_loader import forget_iterator
+
 
 def skip_unprepared(loader: DataLoader[Any], batches: int) -> DataLoader[Any]:
     """The same loader without its first batches; none of their samples is read where the dataset has indices."""
     copied = copy.copy(loader)
-    copied.__dict__["_iterator"] = None
+    forget_iterator(copied)
     if isinstance(loader.dataset, IterableDataset):
         changes: dict[str, Any] = {"dataset": SkippedStream(loader.dataset, batches, loader.batch_size or 1)}
     elif loader.batch_sampler is None:

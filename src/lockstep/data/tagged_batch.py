@@ -21,9 +21,9 @@ class Tagged:
 
     def pin_memory(self, device: Any = None) -> Tagged:
         """What torch calls on what it does not know."""
-        from torch.utils.data._utils.pin_memory import pin_memory
+        from lockstep.torch_internals.data_loader import pin
 
-        self.batch = pin_memory(self.batch, device)
+        self.batch = pin(self.batch, device)
         return self
 
 

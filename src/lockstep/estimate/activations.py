@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.errors import UsageError
 from lockstep.estimate.fake_params import copies, no_data, stand_ins
 from lockstep.estimate.memory_tracker import TEMPORARY, MemoryTracker
 from lockstep.estimate.optimizers import Cost, cost, maker
 from lockstep.strategies.unwrap import replica_module
+from lockstep.torch_internals import fake
 
 Loss = Callable[[Any, Any], Tensor]
 """From the model and a batch to the loss."""
@@ -74,7 +74,7 @@ def estimate_memory(
         with no_data(), stand_ins(model):
             return measure(model, _on_cpu(batch), make=make, loss=loss)
     with torch.random.fork_rng(_indices(tensor.device for tensor in model.parameters())), copies(model):
-        return measure(model, tree_map_only(Tensor, _same, batch), make=make, loss=loss)
+        return measure(model, fake.map_only(Tensor, _same, batch), make=make, loss=loss)
 
 
 def measure(
@@ -133,7 +133,7 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, Tensor):
         return named
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    leaves = [leaf for leaf in fake.leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not leaves:
         raise UsageError(
             f"The output of {type(model).__name__} holds no tensor with a gradient, so there is nothing to run "
@@ -148,7 +148,7 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
 def _enter_fixed(ledger: MemoryTracker, model: nn.Module, batch: Any) -> None:
     ledger.enter_all(model.parameters(), "weights")
     ledger.enter_all(model.buffers(), "buffers")
-    ledger.enter_all((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), "batch")
+    ledger.enter_all((leaf for leaf in fake.leaves(batch) if isinstance(leaf, Tensor)), "batch")
 
 
 def _claim_gradient(ledger: MemoryTracker, parameter: Tensor) -> None:
@@ -201,4 +201,4 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _on_cpu(batch: Any) -> Any:
     """A batch of stand-ins, as large as this one."""
-    return tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), batch)
+    return fake.map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="cpu"), batch)

@@ -14,6 +14,7 @@ from lockstep.estimate import optimizers
 from lockstep.estimate.activations import Loss, forward_only, measure
 from lockstep.estimate.fake_params import no_data, stand_ins
 from lockstep.estimate.find_model import FoundModel, Weight
+from lockstep.torch_internals import fake
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,9 +228,7 @@ def _inference(found: FoundModel, dtype: str, size: int, batch: Any) -> Forecast
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    from torch.utils._pytree import tree_map_only
-
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return tree_map_only(torch.Tensor, cast, batch)
+    return fake.map_only(torch.Tensor, cast, batch)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from lockstep.errors import UsageError
+from lockstep.torch_internals.fake import LOOKS_AT_VALUES, fake_tensors
+from lockstep.torch_internals.module import tensor_tables
 
 
 @contextmanager
@@ -20,19 +20,14 @@ def no_data() -> Iterator[None]:
     The meta device alone would do for sizes, but it chooses other kernels than the CPU (attention), and has no
     autocast.
     """
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True  # it would write a traceback before the error that is raised anyway
     try:
-        # Constants that a module keeps outside its parameters and buffers are taken along.
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with fake_tensors():
             yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except LOOKS_AT_VALUES as error:
         raise UsageError(
             f"The model or its loss looks at the values of a tensor ({error}), and tensors on the meta device have "
             "none. Measure a model on a real device instead, by lockstep.utils.estimate_memory."
         ) from error
-    finally:
-        log.disabled = before
 
 
 @contextmanager
@@ -72,7 +67,8 @@ def _replaced(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[No
     before: list[tuple[nn.Module, str, Tensor]] = []
     try:
         for module in list(model.modules()):
-            for name, tensor in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
+            parameters, buffers = tensor_tables(module)
+            for name, tensor in [*parameters.items(), *buffers.items(), *vars(module).items()]:
                 if isinstance(tensor, Tensor):
                     before.append((module, name, tensor))
                     if id(tensor) not in made:

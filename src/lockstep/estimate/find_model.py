@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.config.limited_file import read_limited
 from lockstep.errors import ConfigError
+from lockstep.torch_internals.tensor import storage_key
 
 SEQUENCE = 512
 """Tokens in a sample where neither the caller nor the model's configuration says less."""
@@ -265,7 +266,7 @@ def _bin_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]
         raise ConfigError(f"{file} cannot be read as weights: {type(error).__name__}: {error}") from error
     seen: set[tuple[Any, ...]] = set()  # weights that are tied are in the file under each of their names
     for key, tensor in held.items():
-        place = (tensor.untyped_storage()._cdata, tensor.storage_offset()) if isinstance(tensor, Tensor) else None
+        place = (storage_key(tensor.untyped_storage()), tensor.storage_offset()) if isinstance(tensor, Tensor) else None
         if place is not None and place not in seen:
             seen.add(place)
             yield key, tuple(tensor.shape), tensor.dtype

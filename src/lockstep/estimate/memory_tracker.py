@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from lockstep.torch_internals.fake import DispatchMode, leaves
+from lockstep.torch_internals.tensor import sparse_indices, sparse_values, storage_key
 
 TEMPORARY = "temporary"
 """What no one has claimed: results on their way from one operation to the next."""
@@ -24,7 +25,7 @@ ACTIVATIONS = "activations"
 """What autograd keeps for the backward."""
 
 
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(DispatchMode):
     """Counts storages, each once, while it is entered."""
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class MemoryTracker(TorchDispatchMode):
         if tensor.layout != torch.strided:
             return
         self._see(tensor, TEMPORARY)
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor.untyped_storage())
         reference, size, before = self._held[key]
         if before == TEMPORARY:
             self._held[key] = (reference, size, purpose)
@@ -76,7 +77,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf, TEMPORARY)
         return result
@@ -87,7 +88,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._see(part, purpose)
             return
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage_key(storage), storage.nbytes()
         held = self._held.get(key)
         if held is None:
             self._held[key] = (weakref.ref(storage, lambda _: self._free(key)), size, purpose)
@@ -109,4 +110,4 @@ class MemoryTracker(TorchDispatchMode):
 
 def _parts(tensor: Tensor) -> Iterable[Tensor]:
     """The dense tensors of a sparse gradient, such as an embedding's; other layouts are not counted."""
-    return (tensor._indices(), tensor._values()) if tensor.layout == torch.sparse_coo else ()
+    return (sparse_indices(tensor), sparse_values(tensor)) if tensor.layout == torch.sparse_coo else ()

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import ConfigError, first_line
 from lockstep.estimate.memory_tracker import MemoryTracker
+from lockstep.torch_internals import fake
 
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 
@@ -60,7 +59,7 @@ def maker(optimizer: Any, device: str = "cpu") -> Make:
 def cost(parameters: Iterable[Tensor], make: Make) -> Cost:
     """Two steps of the optimizer on the meta device, where nothing has data: the first makes the state."""
     # Not as stand-ins: an optimizer reads the number of steps, so that one tensor must have data.
-    with unset_fake_temporarily():
+    with fake.real_tensors():
         bare = [nn.Parameter(torch.empty(held.shape, dtype=held.dtype, device="meta")) for held in parameters]
         for parameter in bare:
             parameter.grad = torch.empty_like(parameter)
@@ -73,7 +72,7 @@ def _try(bare: list[nn.Parameter], make: Make) -> Cost:
         optimizer.step()
         ledger = MemoryTracker()
         ledger.enter_all(
-            (leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)), "optimizer"
+            (leaf for leaf in fake.leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)), "optimizer"
         )
         state = ledger.total
         ledger.enter_all((tensor for held in bare for tensor in (held, held.grad) if tensor is not None), "weights")

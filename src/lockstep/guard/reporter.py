@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import linecache
 import os
-import pickle
 import sys
 import threading
 import time
@@ -24,8 +23,9 @@ from lockstep.blackbox import sites
 from lockstep.blackbox.snapshot import Raw, TorchCall
 from lockstep.blackbox.step_clock import StepClock
 from lockstep.guard import stack_note, straggler
-from lockstep.guard.torch_calls import calls_of, can_list_stacks, is_default
+from lockstep.guard.torch_calls import calls_of, is_default
 from lockstep.host.threads import join
+from lockstep.torch_internals import flight_recorder
 
 INTERVAL = 0.5
 """Seconds between two looks."""
@@ -104,7 +104,7 @@ class Reporter:
         if now - self._moved >= STILL:
             self._box.raw(self._under_way(now))
             if self._calls is None:
-                dump = _flight_recorder(stacks=can_list_stacks())
+                dump = flight_recorder.dump(stacks=flight_recorder.can_list_stacks())
                 self._calls = calls_of(dump.get("entries", ()) if dump else (), self._group_since)
             stack_note.write(self._note, mark, self._stack(), self._calls)
             self._still(mark)
@@ -127,7 +127,7 @@ class Reporter:
             return
         clock.on = False
         self._pace_due = now + _PACE_INTERVAL
-        dump = _flight_recorder()
+        dump = flight_recorder.dump()
         ahead = time.time() - time.monotonic()
         entries = dump.get("entries", ()) if dump is not None else ()
         started = [entry.get("time_created_ns", 0) / 1e9 - ahead for entry in entries if not entry.get("is_p2p")]
@@ -146,7 +146,7 @@ class Reporter:
     def _under_way(self, now: float) -> Raw | None:
         """Torch's collective that the main thread waits in, not one that it has only started."""
         frame = sys._current_frames().get(self._main or 0)
-        dump = _flight_recorder() if frame is not None and _is_waiting(frame) else None
+        dump = flight_recorder.dump() if frame is not None and _is_waiting(frame) else None
         if dump is None:
             return None
         entries = [entry for entry in dump.get("entries", ())[-8:] if not entry.get("retired", True)]
@@ -180,17 +180,6 @@ def _is_waiting(frame: FrameType) -> bool:
     """
     name = frame.f_code.co_filename
     return not sites.is_user_file(name) or "wait" in linecache.getline(name, frame.f_lineno or 0)
-
-
-def _flight_recorder(stacks: bool = False) -> dict[str, Any] | None:
-    torch = sys.modules.get("torch")
-    read = getattr(getattr(getattr(torch, "_C", None), "_distributed_c10d", None), "_dump_fr_trace", None)
-    if read is None:
-        return None
-    try:
-        return dict(pickle.loads(read(True, stacks, False)))  # collectives, stacks, those under way only
-    except (RuntimeError, TypeError, ValueError, pickle.UnpicklingError):
-        return None
 
 
 def _short(name: str) -> str:

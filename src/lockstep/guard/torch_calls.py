@@ -7,12 +7,9 @@ Afterwards every rank may wait in the same line, and only these lists show where
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from lockstep.blackbox import sites
@@ -23,24 +20,7 @@ from lockstep.rundir.format_ranks import name_ranks
 
 MOST = 256
 """Calls of a rank that are kept, counted from its latest."""
-_SYMBOLS = "torch._inductor.codecache"
 _EQUAL_SIZES = ("all_reduce", "allreduce")
-
-
-def allow_stacks() -> None:
-    """Called by the thread that trains. Load what torch needs to list calls with the lines that made them.
-
-    Torch would load it when it is first asked for lines. In the reporter's thread that can meet an import of the
-    compiler in the thread that trains, and the later of the two fails on a module that is not complete.
-    """
-    with suppress(Exception):
-        importlib.import_module(_SYMBOLS)
-
-
-def can_list_stacks() -> bool:
-    """Whether calls can be listed with their lines and nothing is imported for it."""
-    module = sys.modules.get(_SYMBOLS)
-    return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
 def is_default(entry: Mapping[str, Any]) -> bool:

@@ -16,16 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import (
-    _TERMINAL_STATE_SYNC_ID,
-    RunResult,
-    WorkerGroup,
-    WorkerSpec,
-)
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
-from torch.distributed.elastic.utils import store as store_util
 
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
@@ -40,6 +33,7 @@ from lockstep.launch.output import Output
 from lockstep.launch.plan import LaunchPlan
 from lockstep.rundir import constants
 from lockstep.rundir.layout import RunDirectory
+from lockstep.torch_internals.elastic import ElasticAgent
 
 _OBEDIENCE = 2.0
 """Seconds in which ranks that the guard has stopped end by themselves, before they are killed."""
@@ -91,7 +85,7 @@ class Streams(LogsSpecs):
         return str(self._logs)
 
 
-class Agent(LocalElasticAgent):
+class Agent(ElasticAgent):
     """Torch's agent for the ranks of one machine."""
 
     def __init__(
@@ -122,49 +116,42 @@ class Agent(LocalElasticAgent):
         if self.verdict is None:
             self._word.wait(_OBEDIENCE)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        ids = super()._start_workers(worker_group)
+    def after_start(self, worker_group: WorkerGroup) -> None:
+        """Called each time the ranks have been started."""
         for number in self._ignored:  # as nohup wants it; torch 2.9 handles them all the same
             signal.signal(number, signal.SIG_IGN)
         self._output.started()
         if self.on_start is not None:
             self.on_start(worker_group)
-        context: Any = self._pcontext
-        for handler in context.subprocess_handlers.values():
-            # The ranks have them now. Torch would keep its own open, and with them the ends of ranks that have gone.
-            for end in filter(None, (handler._stdout, handler._stderr)):
-                end.close()
+        self.close_streams()
+        for handler in self.handlers.values():
             # Torch would signal those, too, that clean up after the others.
             group = handler.proc.pid
             handler.close = lambda death_sig=None, group=group: leftovers.signal_group(
                 group, death_sig or signal.SIGTERM
             )
-        close = context.close
-        # Whatever time torch would give: some of its calls say 30 s, and 2.9 cannot be asked for another.
-        context.close = lambda death_sig=None, timeout=None: close(death_sig, self._grace)
-        return ids
+        self.limit_close(self._grace)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        context: Any = self._pcontext
+    def monitor(self, worker_group: WorkerGroup) -> RunResult:
+        """Called again and again: see how the ranks are."""
         if self.verdict is not None and time.monotonic() - self._judged > _OBEDIENCE:
             self._kill_all()
-        before = {local: handler.proc.poll() for local, handler in context.subprocess_handlers.items()}
-        result = super()._monitor_workers(worker_group)
+        before = {local: handler.proc.poll() for local, handler in self.handlers.items()}
+        result = super().monitor(worker_group)
         if result.is_failed():
             self.exits = self._read_exits(worker_group, before)
             self._sweep()
             if self.verdict is not None or self.saved:
-                self._remaining_restarts = 0  # starting it again would only bring it back there, or was not meant
-            if self._remaining_restarts and self.on_failure is not None:
-                left = self._remaining_restarts - 1
+                self.restarts_left = 0  # starting it again would only bring it back there, or was not meant
+            if self.restarts_left and self.on_failure is not None:
+                left = self.restarts_left - 1
                 self._tell(f"{self.on_failure(self.exits)} Starting again ({left} restarts left).")
         return result
 
     @property
     def saved(self) -> bool:
         """Whether all ranks of this machine have ended, none in another way than by saving first when told to go."""
-        context: Any = self._pcontext
-        codes = [handler.proc.poll() for handler in context.subprocess_handlers.values()] if context is not None else []
+        codes = [handler.proc.poll() for handler in self.handlers.values()]
         return constants.SAVED in codes and set(codes) <= {constants.SAVED, 0}
 
     def pass_on(self, number: int) -> None:
@@ -174,10 +161,9 @@ class Agent(LocalElasticAgent):
                 os.kill(pid, number)
 
     def _read_exits(self, worker_group: WorkerGroup, before: dict[int, int | None]) -> tuple[Exit, ...]:
-        context: Any = self._pcontext
         exits = []
         for worker in worker_group.workers:
-            process = context.subprocess_handlers[worker.local_rank].proc
+            process = self.handlers[worker.local_rank].proc
             code = process.poll()
             # Those that were running when the first failure was seen, and ended by the signal it was answered with.
             by_us = before[worker.local_rank] is None and code in (-signal.SIGTERM, -signal.SIGKILL, None)
@@ -189,36 +175,30 @@ class Agent(LocalElasticAgent):
 
     def pids(self) -> frozenset[int]:
         """The processes of this attempt."""
-        context: Any = self._pcontext
-        return frozenset(context.pids().values()) if context is not None else frozenset()
+        return frozenset(handler.proc.pid for handler in self.handlers.values())
 
     def _kill_all(self) -> None:
-        context: Any = self._pcontext
-        leftovers.end_groups(handler.proc.pid for handler in context.subprocess_handlers.values())
+        leftovers.end_groups(self.pids())
 
     def excuse(self) -> None:
-        """Tell agents that wait for this one at the end of the job not to: torch's would wait 5 minutes."""
-        store, group = self._store, self._worker_group
-        with contextlib.suppress(RuntimeError):  # nobody is there any more
-            store_util._barrier_nonblocking(store, group.group_world_size or 1, _TERMINAL_STATE_SYNC_ID)
+        """Tell agents that wait for this one at the end of the job not to, if any are there."""
+        with contextlib.suppress(RuntimeError):
+            super().excuse()
 
     def _sweep(self) -> None:
         """End what ranks that are gone have left running: each has a process group of its own."""
-        context: Any = self._pcontext
-        handlers = context.subprocess_handlers.values() if context is not None else ()
+        handlers = self.handlers.values()
         leftovers.end_groups(handler.proc.pid for handler in handlers if handler.proc.poll() is not None)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
-        context: Any = self._pcontext
+    def end_workers(self, death_sig: signal.Signals) -> None:
+        """End the ranks; a second signal kills them."""
 
         def kill(*_: Any) -> None:
             self._tell("second signal: killing the processes.")
             self._kill_all()
 
-        if context is None:
-            return
         with _handled({signal.SIGINT: kill, signal.SIGTERM: kill}):
-            super()._shutdown(death_sig)
+            super().end_workers(death_sig)
         self._sweep()
 
 
@@ -261,7 +241,7 @@ def run(
                 agent.await_verdict()
                 if agent.verdict is None:
                     lost = watcher.find_lost()
-                if agent._worker_group.group_rank == 0:
+                if agent.node_rank == 0:
                     watcher.announce_end()
             meeting.call_store(agent.excuse, None)
     except SignalException as error:
@@ -306,12 +286,12 @@ def _watcher(
         stop=agent.judge,
         stall=read_stall_seconds(environ),
         mine=mine,
-        restarts=lambda: agent._remaining_restarts > 0,
+        restarts=lambda: agent.restarts_left > 0,
     )
 
     def meet(group: WorkerGroup) -> None:
         attempt = env.snapshot().get("LOCKSTEP_ATTEMPT", "")
-        store: Any = agent._store
+        store = agent.job_store
         watcher.join(
             lambda: SignedStore(store.clone(), read_secret(env.snapshot()), f"lockstep/guard/{attempt}"),
             group.group_rank or 0,

@@ -10,8 +10,10 @@ import io
 import pickle
 from typing import Any
 
+from lockstep.torch_internals.elastic import RENDEZVOUS_CLASSES, is_rendezvous_state
+
 _CLASSES = {
-    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": ("_RendezvousState", "_NodeDesc"),
+    **RENDEZVOUS_CLASSES,
     "datetime": ("datetime", "timedelta", "timezone"),
     "builtins": ("set",),
 }
@@ -27,6 +29,6 @@ class _Checked(pickle.Unpickler):
 def check_state(data: bytes) -> bytes:
     """The pickle, if it is one of a rendezvous' state; raises otherwise."""
     state = _Checked(io.BytesIO(data)).load()
-    if type(state).__name__ != "_RendezvousState":
+    if not is_rendezvous_state(state):
         raise pickle.UnpicklingError(f"{type(state).__name__} is not the state of a rendezvous")
     return data

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.model_files.torch_archive import Archive
 from lockstep.storage.hashing import BLOCK, Digests
+from lockstep.torch_internals.tensor import offset_in_file
 
 LARGE = 1 << 24
 """Bytes from which on a file is worth it."""
@@ -94,7 +95,7 @@ class Outline:
         if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
             raise UnfitError("an unusual tensor")
         told = value.untyped_storage()
-        start, size = getattr(told, "_checkpoint_offset", None), told.nbytes()
+        start, size = offset_in_file(told), told.nbytes()
         if start is None or self._archive is None or not self._archive.holds(start, size):
             raise UnfitError("a tensor whose bytes are not in the file, or not to be found")
         storage = self._storages.get(start)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lockstep.torch_internals.tensor import sparse_values
+
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     """Device, address and size of a tensor's storage: equal for tensors that share it.
@@ -41,7 +43,7 @@ def stored_bytes(tensor: Tensor) -> int:
         return 0
     if tensor.layout == torch.strided:
         return tensor.nbytes
-    values = tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
+    values = sparse_values(tensor) if tensor.layout == torch.sparse_coo else tensor.values()
     return values.nbytes
 
 

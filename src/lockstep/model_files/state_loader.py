@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from lockstep.comm.raw_bytes import as_bytes
@@ -22,6 +20,7 @@ from lockstep.errors import CheckpointError
 from lockstep.logging import get_logger
 from lockstep.model_files.shared_tensors import overlaps_itself, stored_bytes, view_key
 from lockstep.model_files.tensor_entry import Entries, as_entries, is_stored, read_all, some
+from lockstep.torch_internals.module import is_norm, loads_by_itself, loads_plainly, run_load_pre_hooks, tensor_tables
 
 
 @dataclass(frozen=True)
@@ -296,7 +295,7 @@ def _uses(model: nn.Module) -> dict[Hashable, list[tuple[dict[str, Any], str]]]:
     """For each weight, by its memory, the tables of modules that it is in, and its name there."""
     uses: dict[Hashable, list[tuple[dict[str, Any], str]]] = {}
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
+        for table in tensor_tables(module):
             for attribute, value in table.items():
                 if value is not None:
                     uses.setdefault(view_key(value), []).append((table, attribute))
@@ -305,47 +304,29 @@ def _uses(model: nn.Module) -> dict[Hashable, list[tuple[dict[str, Any], str]]]:
 
 def _has_own_ways(model: nn.Module, entries: Entries) -> bool:
     """Whether some module does more when it is loaded than to copy its tensors."""
-    return not all(is_stored(entry) for entry in entries.values()) or any(
-        module._load_state_dict_pre_hooks
-        or module._load_state_dict_post_hooks
-        or module._state_dict_hooks
-        or module._state_dict_pre_hooks
-        or type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
-        or _is_custom(module)
-        for module in model.modules()
-    )
+    return not all(is_stored(entry) for entry in entries.values()) or not all(map(loads_plainly, model.modules()))
 
 
 def _runs_own_code(model: nn.Module, entries: Entries) -> bool:
     extra = not all(is_stored(entry) for entry in entries.values())
-    return extra or any(_is_custom(module) for module in model.modules())
-
-
-def _is_custom(module: nn.Module) -> bool:
-    own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-    return own and not isinstance(module, _NormBase)
+    return extra or any(loads_by_itself(module) for module in model.modules())
 
 
 def _custom(model: nn.Module) -> tuple[str, ...]:
     """How names begin that are the business of modules with a way of their own to load them."""
-    return tuple(f"{name}." if name else "" for name, module in model.named_modules() if _is_custom(module))
+    return tuple(f"{name}." if name else "" for name, module in model.named_modules() if loads_by_itself(module))
 
 
 def _late_names(model: nn.Module) -> list[str]:
     """Names that may be missing: norms of old files did not count their batches."""
-    norms = [name for name, module in model.named_modules() if isinstance(module, _NormBase)]
+    norms = [name for name, module in model.named_modules() if is_norm(module)]
     return [f"{name}.num_batches_tracked".lstrip(".") for name in norms]
 
 
 def _after_hooks(model: nn.Module, entries: Entries, strict: bool) -> dict[str, Any]:
     """The entries as the modules' own hooks rename and complete them before they are loaded."""
     state = OrderedDict(read_all(entries))
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        for hook in module._load_state_dict_pre_hooks.values():
-            if getattr(getattr(hook, "hook", None), "__func__", None) is LazyModuleMixin._lazy_load_hook:
-                continue  # it gives the module its shapes: nothing is to be changed yet
-            hook(state, prefix, {}, strict, [], [], [])
+    run_load_pre_hooks(model, state, strict)
     return state
 
 

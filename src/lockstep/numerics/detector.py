@@ -23,13 +23,15 @@ from lockstep.numerics.process import append_report, this_process
 from lockstep.numerics.report import Hit, Underflow
 from lockstep.numerics.stats import Numbers
 from lockstep.numerics.tensor_reader import FrameRow, ModuleCall, TensorReader, inputs_of, leaves_of
-from lockstep.numerics.unwrap import describe_type, idle, is_compiled
+from lockstep.numerics.unwrap import describe_type, idle
 from lockstep.strategies.unwrap import inner_model
+from lockstep.torch_internals.autograd import backward_number
+from lockstep.torch_internals.compiler import is_compiled
+from lockstep.torch_internals.module import parameters_of
 from lockstep.traces.frames import FrameSink
 
 _UNDERFLOW_SHARE = 0.5
 """A tensor that lost this much of its values, some of them to subnormals, is told of."""
-_in_backward = torch._C._current_graph_task_id
 
 
 class DebugUnderflowOverflow:
@@ -146,7 +148,7 @@ class DebugUnderflowOverflow:
     # --- a batch -----------------------------------------------------------------------------------------------
 
     def _begin(self, _module: nn.Module, _args: Any) -> None:
-        if _in_backward() != -1 or not self._batches.begin():
+        if backward_number() != -1 or not self._batches.begin():
             return
         batches = self._batches
         self._tracing = batches.counts and batches.current in self.trace_batch_nums
@@ -160,7 +162,7 @@ class DebugUnderflowOverflow:
             print("\n".join(report.starting_lines(batches.current, this_process().name)))
 
     def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if _in_backward() != -1 or not self._batches.end(output):
+        if backward_number() != -1 or not self._batches.end(output):
             return
         last = self.abort_after_batch_num
         if last is not None and self._batches.finished > last:
@@ -176,13 +178,14 @@ class DebugUnderflowOverflow:
         if not self._looking:
             return
         call = hook.count(self._batches.serial)
-        if _in_backward() != -1:
+        if backward_number() != -1:
             # A checkpointed part computed once more: its numbers were seen, but only now it has gradients to come.
             if self._gradients is not None and torch.is_grad_enabled():
                 self._gradients.watch_outputs(hook.name, hook.kind, call, output)
             return
         reader = self._reader
-        rows = [reader.weight(key, parameter) for key, parameter in module._parameters.items() if parameter is not None]
+        parameters = parameters_of(module).items()
+        rows = [reader.weight(key, parameter) for key, parameter in parameters if parameter is not None]
         leaves = list(inputs_of(args, kwargs))
         leaves += [("output", output)] if isinstance(output, Tensor) else leaves_of("output", output)
         rows += reader.read(leaves)

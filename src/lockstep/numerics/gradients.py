@@ -15,6 +15,7 @@ from lockstep.numerics import stats
 from lockstep.numerics.stats import Numbers
 from lockstep.numerics.tensor_reader import FrameRow, Leaf, TensorReader, leaves_of
 from lockstep.numerics.unwrap import idle
+from lockstep.torch_internals.module import parameters_of
 
 Tell = Callable[[str, str, int, list[FrameRow]], None]
 """Takes a module's name, its kind, which call of it in the batch, and the rows."""
@@ -35,7 +36,7 @@ class Gradients:
     def watch_parameters(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Look at the parameters' gradients from now on."""
         for name, module in modules:
-            for key, parameter in module._parameters.items():
+            for key, parameter in parameters_of(module).items():
                 if parameter is not None and parameter.requires_grad:
                     enable_detector = _ParameterHook(self, name, type(module).__name__, key)
                     self._handles.append(parameter.register_hook(enable_detector))
@@ -114,7 +115,7 @@ class Updates:
         self._places = {
             id(parameter): (name, key, parameter)
             for name, module in model.named_modules()
-            for key, parameter in module._parameters.items()
+            for key, parameter in parameters_of(module).items()
             if parameter is not None
         }
         self._handle = register_optimizer_step_post_hook(self._after)

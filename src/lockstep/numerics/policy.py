@@ -22,9 +22,10 @@ from lockstep.errors import NumericsError
 from lockstep.numerics.async_check import AsyncCheck
 from lockstep.numerics.dtype_limits import SCALER_PATIENCE
 from lockstep.numerics.replay_buffer import Forward, ReplayBuffer
-from lockstep.numerics.unwrap import is_compiled
 from lockstep.optim.monitor import TrainingMonitor
 from lockstep.strategies.unwrap import inner_model
+from lockstep.torch_internals.compiler import is_compiled
+from lockstep.torch_internals.tensor import sparse_values
 from lockstep.training.state import TrainingState
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ def gradient_screen(gradients: Sequence[Tensor]) -> float:
         return torch.nn.utils.get_total_norm(gradients).item()
     total = 0.0
     for gradient in gradients:
-        total += (gradient._values() if gradient.is_sparse else gradient).sum().item()
+        total += (sparse_values(gradient) if gradient.is_sparse else gradient).sum().item()
     if math.isfinite(total) or any(not bool(torch.isfinite(gradient).all()) for gradient in gradients):
         return total
     return 0.0  # only the sum has overflowed

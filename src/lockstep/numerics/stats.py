@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lockstep.numerics.dtype_limits import range_of
 from lockstep.numerics.process import this_process
+from lockstep.torch_internals.tensor import sparse_values
 
 CHUNK = 1 << 17
 """Elements read at a time on the CPU: as 4-byte integers half a megabyte, which stays in the second-level cache."""
@@ -220,7 +221,7 @@ def _uncommon(tensor: Tensor, count: int) -> Numbers | Pending:
         nested = tensor.detach().unbind()
         return _joined([measure(part, count=count) for part in nested], [part.numel() for part in nested])
     if tensor.layout is torch.sparse_coo:
-        return measure(tensor.detach()._values(), count=count)  # as they are: putting them in order would copy them
+        return measure(sparse_values(tensor.detach()), count=count)
     if tensor.layout is not torch.strided:
         return measure(tensor.detach().values(), count=count)
     if tensor.is_quantized:

@@ -13,6 +13,7 @@ from lockstep.comm.trees import kind_of, parts
 from lockstep.numerics import stats
 from lockstep.numerics.dtype_limits import range_of
 from lockstep.numerics.stats import Numbers, noted
+from lockstep.torch_internals.tensor import version_of
 from lockstep.traces.frames import Frame, Stat
 
 _DEPTH = 6
@@ -90,14 +91,6 @@ class ModuleCall(NamedTuple):
         return Frame(
             batch=self.batch, phase=self.phase, module=self.module, kind=self.kind, call=self.call, stats=stats
         )
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; -1 where torch does not count."""
-    try:
-        return tensor._version
-    except RuntimeError:  # a tensor made in inference mode
-        return -1
 
 
 class TensorReader:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
-
 
 def describe_type(thing: Any) -> str:
     """What was passed instead of a module: "the class Net, not an object of it", "a dict"."""
@@ -14,11 +12,6 @@ def describe_type(thing: Any) -> str:
         return f"the class {thing.__name__}, not an object of it"
     name = type(thing).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether any part of it is compiled."""
-    return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in model.modules())
 
 
 def idle() -> tuple[Any, ...]:

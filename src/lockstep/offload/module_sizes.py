@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lockstep.errors import ConfigError
+from lockstep.torch_internals.module import children_of, tensor_tables, unsaved_buffers
 
 Dtype = torch.dtype | str
 Part = tuple[str, Any]
@@ -46,7 +47,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     return {
         f"{path}.{name}" if path and (fqns or recurse) else name
         for path, part in parts
-        for name in part._non_persistent_buffers_set
+        for name in unsaved_buffers(part)
     }
 
 
@@ -94,13 +95,14 @@ def compute_module_total_buffer_size(
 
 def children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """All children by name; one that is registered under two names is there twice, as in the state dict."""
-    return [(name, child) for name, child in module._modules.items() if child is not None]
+    return [(name, child) for name, child in children_of(module).items() if child is not None]
 
 
 def own_parts(module: nn.Module) -> list[Part]:
     """What a module consists of: its parameters, its children, its buffers, none of them looked into."""
-    tensors = [(name, value) for name, value in module._parameters.items() if value is not None]
-    buffers = [(name, value) for name, value in module._buffers.items() if value is not None]
+    tensors, buffers = (
+        [(name, value) for name, value in table.items() if value is not None] for table in tensor_tables(module)
+    )
     return [*tensors, *children(module), *buffers]
 
 

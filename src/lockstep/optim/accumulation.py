@@ -17,6 +17,7 @@ from lockstep.data.current_batch import CurrentBatch
 from lockstep.data.iteration import Iteration
 from lockstep.errors import ConfigError, UsageError
 from lockstep.process_group.group import Group
+from lockstep.torch_internals.tensor import scale_all
 
 
 class Accumulation:
@@ -215,4 +216,4 @@ def silenced(parameters: Iterable[Tensor]) -> Iterator[None]:
 def _scale(parameters: Iterable[Tensor], factor: float) -> None:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients and factor != 1.0:
-        torch._foreach_mul_(gradients, factor)
+        scale_all(gradients, factor)

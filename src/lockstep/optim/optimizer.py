@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.comm.profiled import being_profiled
 from lockstep.optim.accumulation import Accumulation
 from lockstep.optim.monitor import TrainingMonitor
 from lockstep.precision.scaler import LossScaler
@@ -39,7 +38,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._announce = announce
         self._gate = gate
         self._stepped = stepped
-        self._clears_plainly = getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad
         self._register()
 
     def _register(self) -> None:
@@ -73,13 +71,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, if an update was due."""
-        if not self._accumulation.sync_gradients:
-            return
-        if set_to_none and self._clears_plainly and not being_profiled():
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-        else:
+        if self._accumulation.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
 
     @property

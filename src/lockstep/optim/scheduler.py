@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from lockstep.config.choices import SchedulerUnit
 from lockstep.optim.accumulation import Accumulation
 from lockstep.optim.optimizer import PreparedOptimizer
+from lockstep.torch_internals.optim import count_steps
 
 
 class PreparedScheduler:
@@ -55,8 +56,8 @@ class PreparedScheduler:
             self.scheduler.step(*args, **kwargs)
             return
         if not self._accumulation.sync_gradients:
-            if self._accumulation.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
-                self.scheduler._step_count += 1
+            if self._accumulation.adjust_scheduler:
+                count_steps(self.scheduler, 1)
             return
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
@@ -74,7 +75,7 @@ class PreparedScheduler:
     def _jump(self, steps: int) -> None:
         """Pass over steps of a schedule that is a function of their number: only the last one has an effect."""
         self.scheduler.last_epoch += steps
-        self.scheduler._step_count += steps
+        count_steps(self.scheduler, steps)
 
     def get_last_lr(self) -> Any:
         """The learning rates in force."""

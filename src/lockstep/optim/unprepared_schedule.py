@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.optim.optimizer import PreparedOptimizer
 from lockstep.optim.scheduler import PreparedScheduler
+from lockstep.torch_internals.optim import has_scheduler
 
 
 class ScheduleCheck:
@@ -45,5 +46,5 @@ class ScheduleCheck:
 
 
 def _is_scheduled(optimizer: PreparedOptimizer) -> bool:
-    """Whether a scheduler was made for it: torch marks the ``step`` of such an optimizer."""
-    return any(hasattr(item.step, "_wrapped_by_lr_sched") for item in (optimizer, optimizer.optimizer))
+    """Whether a scheduler was made for it."""
+    return any(has_scheduler(item) for item in (optimizer, optimizer.optimizer))

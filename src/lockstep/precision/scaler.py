@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.handlers import GradScalerKwargs
+from lockstep.torch_internals.amp import forget_optimizers, has_scaled_gradients
 
 
 class LossScaler:
@@ -57,8 +58,7 @@ class LossScaler:
         """Take the scale out of the optimizer's gradients, once per update."""
         if not self._scaler.is_enabled():
             return
-        state = self._scaler._per_optimizer_states[id(optimizer)]
-        if state["stage"] is torch.amp.grad_scaler.OptState.READY:
+        if has_scaled_gradients(self._scaler, optimizer):
             self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> bool:
@@ -87,4 +87,4 @@ class LossScaler:
         self.flush()
         self._watched.clear()
         if self._scaler.is_enabled():
-            self._scaler._per_optimizer_states.clear()  # kept by id, which another optimizer may get
+            forget_optimizers(self._scaler)

@@ -7,18 +7,15 @@ they hang, and nobody can say why. So it knows its place, and everything beyond 
 
 from __future__ import annotations
 
-import ctypes
 import os
 from typing import Any, NoReturn
 
 from lockstep.errors import UsageError
+from lockstep.host.python_objects import keep_forever, turn_into
 from lockstep.topology.topology import Topology
 
 VARIABLE = "LOCKSTEP_RANK_PROCESS"
 """Set by a rank for the processes that it starts: its process, and its place in which job."""
-
-_kept: list[Any] = []
-"""What belongs to the parent, and may not be taken down here."""
 
 
 class DetachedProcessGroup:
@@ -70,8 +67,5 @@ def become(group: Any, topology: Topology, parent: int, *more: Any) -> None:
     start = f"this process ({os.getpid()}) was forked by rank {topology.rank} (process {parent})"
     # Never to be destroyed here: what waits for threads that only the parent has would wait for ever.
     for owned in (dict(group.__dict__), group.pg, *more):
-        _kept.append(owned)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))
-    group.__class__ = DetachedProcessGroup
-    group.__dict__.clear()
-    group.__init__(topology, f"{_words(start)}.")
+        keep_forever(owned)
+    turn_into(group, DetachedProcessGroup(topology, f"{_words(start)}."))

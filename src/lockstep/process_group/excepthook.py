@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.blackbox import read
 from lockstep.errors import TopologyError, first_line
-from lockstep.process_group import script_exit
+from lockstep.host import script_exit
 from lockstep.process_group.group import Group
 from lockstep.rundir import crash_report, error_file
 

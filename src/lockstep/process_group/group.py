@@ -19,7 +19,6 @@ to tick 6, so a rank at tick 6 is left alone until it gets to 7 by itself.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import sys
 import threading
@@ -39,7 +38,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from lockstep.blackbox.box import NoBox
 from lockstep.blackbox.step_clock import StepClock
 from lockstep.config import env
-from lockstep.errors import PeerFailure, TopologyError
+from lockstep.errors import LOST_PEER, PeerFailure, TopologyError
+from lockstep.host.python_objects import keep_forever
 from lockstep.job_store.signed_store import SignedStore, read_secret
 from lockstep.process_group import gloo_sockets, gloo_threads, job_secret, startup_diagnostics
 from lockstep.process_group.abort import AbortListener, AbortReason
@@ -47,6 +47,7 @@ from lockstep.process_group.monitor import Monitor
 from lockstep.process_group.store import open_store, port_of
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.topology.topology import Topology
+from lockstep.torch_internals.c10d import backend_for, default_store
 
 if TYPE_CHECKING:
     from lockstep.comm.tensors import BufferPlan
@@ -72,7 +73,7 @@ class _Backends(dict[torch.device, Any]):
     def __missing__(self, device: torch.device) -> Any:
         group = self._group()
         assert group is not None
-        found = self[device] = group.pg._get_backend(device)
+        found = self[device] = backend_for(group.pg, device)
         return found
 
 
@@ -190,7 +191,7 @@ class Group:
         self.backend = dist.get_backend()
         secret = read_secret(env.snapshot())
         place = f"lockstep/attempt_{topology.attempt}/session_{session}"
-        self._store = SignedStore(dist.distributed_c10d._get_default_store(), secret, place)
+        self._store = SignedStore(default_store(), secret, place)
         job_secret.compare(self._store, self.rank, self.world_size, self.timeout)
         self._store_barrier("adopt")
         self._exchange_ports(gloo_sockets.list_fds())
@@ -494,7 +495,7 @@ class Group:
         self._abandoned = [(pg, work) for pg, work in self._abandoned if not work.is_completed()]
         self.forget_buffers()  # they may still be written to by a collective of the old generation
         if self.keeps_old_groups and self._pg is not None:
-            _keep_forever(self._pg)
+            keep_forever(self._pg)
         if dist.is_initialized():
             dist.destroy_process_group()
         self._pg = None
@@ -549,10 +550,10 @@ class Group:
         # threads, which may wait in a collective that no longer ends, or for the GIL that its caller holds.
         kept = bool(self._abandoned or self.generation)
         for pg, work in self._abandoned:
-            _keep_forever(pg)
-            _keep_forever(work)
+            keep_forever(pg)
+            keep_forever(work)
         if self.generation:
-            _keep_forever(self._pg)
+            keep_forever(self._pg)
         gloo_threads.rest(SHUTDOWN_TIMEOUT, unnamed="gloo" in (self.backend or "") and self.world_size > 1)
         self._abandoned.clear()
         if self._owned and dist.is_initialized():
@@ -583,12 +584,9 @@ def _read_ports(data: bytes) -> list[int]:
 
 def _is_broken(error: BaseException) -> bool:
     """Whether it is what torch makes of shut sockets when the user called it directly."""
-    marks = ("gloo", "Connection", "Socket", "NCCL")
-    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
-
-
-def _keep_forever(thing: Any) -> None:
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    return isinstance(error, dist.DistNetworkError) or (
+        isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
+    )
 
 
 def _flight_recorder() -> contextlib.AbstractContextManager[None]:

@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from lockstep.torch_internals.compiler import original_of
+
 _PREFIX = "module."
 """What the names of weights begin with outside."""
 
@@ -14,7 +16,7 @@ _PREFIX = "module."
 def inner_model(model: nn.Module) -> nn.Module:
     """The model without DDP, DataParallel and ``torch.compile`` around it: names of weights have no prefix there."""
     while True:
-        compiled = model._modules.get("_orig_mod")
+        compiled = original_of(model)
         inner = compiled if compiled is not None else replica_module(model)
         if inner is model:
             return model

@@ -18,9 +18,3 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> None:
             block.compile(**kwargs)
     else:
         model.compile(**kwargs)
-
-
-def uncompile(model: nn.Module) -> None:
-    """Have the model and its blocks run uncompiled again."""
-    for part in model.modules():
-        part._compiled_call_impl = None

@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.precision import mixed
 from lockstep.strategies.unwrap import inner_model, replica_module
-from lockstep.training.compiling import uncompile
+from lockstep.torch_internals.compiler import original_of, uncompile
 
 
 class _Unwraps(Protocol):
@@ -39,7 +39,7 @@ def extract_model_from_parallel(
 
 def unwrap(model: nn.Module, strategy: _Unwraps, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> nn.Module:
     """The user's model; its fp32 outputs and its compilation stay unless they are not to be kept."""
-    compiled = getattr(model, "_orig_mod", None)
+    compiled = original_of(model)
     outer = model if compiled is None else compiled
     inner = strategy.unwrap(outer)
     if replica_module(inner) is not inner:  # of the script's own

@@ -17,7 +17,7 @@ from lockstep.blackbox.step_clock import StepClock
 from lockstep.config.handlers import DataLoaderConfiguration
 from lockstep.data.current_batch import CurrentBatch
 from lockstep.data.prepare import prepare_loader
-from lockstep.data.worker_time import workers_of
+from lockstep.torch_internals.data_loader import busy_share
 
 FORK = multiprocessing.get_context("fork")
 
@@ -50,7 +50,7 @@ def test_workers_are_busy_until_all_that_was_asked_for_is_read(stateful: bool) -
         kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     data = Gated()
     batches = iter(kind(data, batch_size=2, num_workers=2, multiprocessing_context=FORK))
-    workers = workers_of(batches)
+    workers = busy_share(batches)
     assert workers is not None
     assert workers() == 1.0
     data.gate.set()
@@ -63,7 +63,7 @@ def test_workers_are_busy_until_all_that_was_asked_for_is_read(stateful: bool) -
 
 
 def test_a_rank_that_reads_by_itself_has_none() -> None:
-    assert workers_of(iter(DataLoader(torch.arange(4)))) is None
+    assert busy_share(iter(DataLoader(torch.arange(4)))) is None
 
 
 def test_the_clock_sees_the_workers_of_the_innermost_loop() -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from lockstep.blackbox.snapshot import Snapshot, TorchCall
 from lockstep.guard.diagnose import diagnose
-from lockstep.guard.torch_calls import allow_stacks, calls_of, can_list_stacks, explain, first_difference
+from lockstep.guard.torch_calls import calls_of, explain, first_difference
+from lockstep.torch_internals.flight_recorder import allow_stacks, can_list_stacks
 from tests.unit.guard.boxes import BACKWARD, box
 
 STEP = ("all_reduce", 100, "train.py:20")

@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep.comm import tensors
 from lockstep.errors import UsageError
 from lockstep.process_group.group import Group
+from lockstep.torch_internals.tensor import copy_all
 
 _ALONE_BYTES = 1 << 20
 """Gradients from this size on travel as they are; smaller ones are packed together."""
@@ -42,7 +43,7 @@ def average_gradients(group: Group, parameters: Sequence[Tensor]) -> None:
             group.wait(group.backends[flat.device].allreduce([flat], dist.AllreduceOptions()), "averaging gradients")
             if len(pack) > 1:
                 pieces = flat.split([item.numel() for item in pack])
-                torch._foreach_copy_(pack, [piece.view_as(item) for piece, item in zip(pieces, pack, strict=True)])
+                copy_all(pack, [piece.view_as(item) for piece, item in zip(pieces, pack, strict=True)])
     finally:
         group.box.leave(number)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copyreg
 import inspect
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -15,35 +13,17 @@ from torch.nn import parallel
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.blackbox.box import NoBox
-from lockstep.comm.profiled import being_profiled, is_as_known
 from lockstep.strategies.ddp.trained_parameters import TrainedParameters
+from lockstep.torch_internals.ddp import around_pre_forward, reduce_as_torchs
 
 Note = Callable[[nn.Module, Any, Any], None]
-_OWN = ("reduction", "trained", "_notes", "_pre_forward", "_share_buffers")
+_OWN = ("reduction", "trained", "_notes", "_share_buffers")
 BUFFER_OPTION = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(parallel.DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
 """The name that this version of torch has for sharing buffers."""
-_SHORT = is_as_known(
-    parallel.DistributedDataParallel.forward,
-    "_pre_forward",
-    "_delay_all_reduce_all_params",
-    "module",
-    "forward",
-    "_run_ddp_forward",
-    "_post_forward",
-)
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def untraced(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Do some work outside of what is being compiled: a collective of ours cannot be traced.
-
-    Torch's public way to this would load the compiler, and 100 MB with it, also where nothing is compiled.
-    """
-    return work(*args, **kwargs)
 
 
 class Reduction:
@@ -108,11 +88,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         box = self.reduction.box()
         box.phase("forward", site=True)
         try:
-            if not _SHORT or being_profiled():
-                return super().forward(*inputs, **kwargs)
-            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            run = self.module.forward if self._delay_all_reduce_all_params else self._run_ddp_forward
-            return self._post_forward(run(*inputs, **kwargs))
+            return super().forward(*inputs, **kwargs)
         finally:
             box.phase("")
 
@@ -128,31 +104,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def barrier_at_next_forward(self, meet: Callable[[], None] | None) -> None:
         """Call this before and after what DDP does ahead of the next forward that is trained on; None: do not."""
-        self.__dict__.pop("_pre_forward", None)
-        if meet is None:
-            return
-        reference = weakref.ref(self)
-
-        def around(*inputs: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return untraced(around, *inputs, **kwargs)
-            model = reference()
-            assert model is not None
-            # In a join some ranks may run no forward any more. There it waits for the first one after it.
-            if not torch.is_grad_enabled() or model._join_config.enable:
-                return type(model)._pre_forward(model, *inputs, **kwargs)
-            model.__dict__.pop("_pre_forward", None)
-            meet()
-            made = model._pre_forward(*inputs, **kwargs)
-            meet()
-            return made
-
-        self.__dict__["_pre_forward"] = around  # in place of the method, and not around it: this is for one call
+        around_pre_forward(self, meet)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy is torch's own, nobody's replica, and a saved one can be loaded where Lockstep is not installed.
-        state = {name: value for name, value in self.__getstate__().items() if name not in _OWN}
-        state["_comm_hooks"] = []  # they belong to the reducer, and a copy makes its own
-        if self._share_buffers is not None:
-            state[BUFFER_OPTION] = state["broadcast_buffers"] = True
-        return copyreg._reconstructor, (parallel.DistributedDataParallel, object, None), state  # type: ignore[attr-defined]
+        shares = {BUFFER_OPTION: True, "broadcast_buffers": True} if self._share_buffers is not None else {}
+        return reduce_as_torchs(self, _OWN, **shares)

@@ -22,15 +22,18 @@ from lockstep.comm.tensors import broadcast_leaves
 from lockstep.config.choices import DDPCommunicationHookType
 from lockstep.config.handlers import DistributedDataParallelKwargs
 from lockstep.errors import DistributedOperationException, UsageError
-from lockstep.guard.torch_calls import allow_stacks
 from lockstep.process_group.group import Group
 from lockstep.strategies.ddp.grad_allreduce import average_gradients
-from lockstep.strategies.ddp.module import BUFFER_OPTION, Note, untraced
+from lockstep.strategies.ddp.module import BUFFER_OPTION, Note
 from lockstep.strategies.ddp.module import DistributedDataParallel as Replica
 from lockstep.strategies.ddp.reductions import Reductions
 from lockstep.strategies.ddp.trained_parameters import TrainedParameters
 from lockstep.strategies.ddp.uneven_inputs import RemembersUpdates, check_joinables, joined
 from lockstep.topology.topology import Topology
+from lockstep.torch_internals import autograd, ddp
+from lockstep.torch_internals.compiler import untraced
+from lockstep.torch_internals.ddp import has_hook, is_in_join
+from lockstep.torch_internals.flight_recorder import allow_stacks
 
 if TYPE_CHECKING:
     from lockstep.optim.accumulation import Accumulation
@@ -68,7 +71,7 @@ class DDP:
             self._reductions.new(),
             TrainedParameters(
                 model,
-                getattr(model, "_ddp_params_and_buffers_to_ignore", ()),
+                ddp.ignored_parameters(model),
                 waits=options.static_graph or not options.find_unused_parameters,
                 learns=options.static_graph,
             ),
@@ -86,7 +89,7 @@ class DDP:
         self._wrapped.add(wrapped)
         self._reductions.add(wrapped)
         self._hook(wrapped)
-        if on_host and not wrapped._comm_hooks:
+        if on_host and not has_hook(wrapped):
             self._barrier_after_backward(wrapped)
         if on_host and options.broadcast_buffers and next(model.buffers(), None) is not None:
             wrapped.share_buffers_with(self._share_buffers)
@@ -120,7 +123,7 @@ class DDP:
         """Give every rank rank 0's buffers before a forward, when DDP would, but in a way that can be left."""
         if torch.compiler.is_compiling():
             untraced(self._share_buffers, wrapped)
-        elif wrapped.require_forward_param_sync and not _in_join(wrapped):
+        elif wrapped.require_forward_param_sync and not is_in_join(wrapped):
             leaves, signature = trees.flatten(list(wrapped.module.buffers()))  # type: ignore[union-attr]
             self._group.check("sharing buffers")
             number = self._group.box.enter("sharing buffers", signature, 2)
@@ -156,7 +159,7 @@ class DDP:
     def enable_recovery(self) -> None:
         """From now on a failure is to be survived: have each backward wait in a way that can be left."""
         for wrapped in self._wrapped:
-            if not wrapped._comm_hooks:
+            if not has_hook(wrapped):
                 self._hook(wrapped)
 
     def _barrier_after_backward(self, wrapped: Replica) -> None:
@@ -165,7 +168,7 @@ class DDP:
 
         def arrived(_: Tensor) -> None:
             model = reference()
-            if model is None or model._comm_hooks:
+            if model is None or has_hook(model):
                 handle.remove()
             elif model.require_backward_grad_sync:
                 handle.remove()
@@ -192,7 +195,7 @@ class DDP:
         It waits for that in a call that cannot be left for certain. So no rank goes on, and can fail, before all have
         come out of it; one that fails earlier leaves the others in an averaging, which can be left.
         """
-        if wrapped is not None and not _in_join(wrapped):
+        if wrapped is not None and not is_in_join(wrapped):
             self._group.barrier()
 
     def note_forwards(self, model: nn.Module, note: Note) -> RemovableHandle | None:
@@ -229,12 +232,12 @@ class DDP:
     def join(self, joinables: Any, accumulation: Accumulation, states: Sequence[RemembersUpdates]) -> Iterator[None]:
         """Called on: all ranks. A region in which a rank may have fewer batches than others; see ``joining``."""
         items = check_joinables(joinables)
-        if any(_in_join(item) for item in items):
+        if any(is_in_join(item) for item in items):
             raise UsageError("join_uneven_inputs is open already for this model. Pass several models to one block.")
         on_host = self._topology.device.type == "cpu"
         for item in items:
             # A rank that is out of batches runs no backward: what follows the first one must not depend on that.
-            if on_host and isinstance(item, DistributedDataParallel) and not item._comm_hooks:
+            if on_host and isinstance(item, DistributedDataParallel) and not has_hook(item):
                 self._hook(item, armed=True)
         buffers = BUFFER_OPTION if on_host and self._options.broadcast_buffers else None
         # Inside, ranks may do different numbers of things: all of it counts as one.
@@ -257,7 +260,7 @@ class DDP:
                     f"auto_microbatch averages gradients as they are, and comm_hook={self._options.comm_hook} asks for "
                     "compressed ones. Leave the hook out, or use find_executable_batch_size."
                 )
-            if _in_join(wrapped):
+            if is_in_join(wrapped):
                 raise UsageError("auto_microbatch does not go with join_uneven_inputs: use even_batches=True.")
             if any(isinstance(module, nn.SyncBatchNorm) for module in wrapped.modules()):
                 raise UsageError(
@@ -265,8 +268,7 @@ class DDP:
                     "norm over each sample (LayerNorm, GroupNorm), or find_executable_batch_size."
                 )
             if self._topology.device.type != "cpu":
-                if wrapped._check_sync_bufs_pre_fwd():
-                    wrapped._sync_buffers()
+                ddp.share_buffers(wrapped)
             elif self._options.broadcast_buffers and next(wrapped.module.buffers(), None) is not None:
                 self._share_buffers(wrapped)
 
@@ -280,29 +282,17 @@ class DDP:
     def reattach(self, model: nn.Module) -> None:
         """Point the model at the group's new generation.
 
-        Torch's own way, ``_update_process_group``, keeps the buckets. A failure can reach some ranks before and others
-        after DDP has rebuilt theirs, and then the ranks would add up different ones. So the reducer is made anew.
+        Its buckets are the first ones again: a failure can reach some ranks before and others after DDP has rebuilt
+        theirs.
         """
-        if not isinstance(model, DistributedDataParallel):
-            return
-        # First: it lets go of the old group without the GIL. The old reducer's end would do so with it, and wait for
-        # the group's threads, which may be waiting for the GIL.
-        model._update_process_group(self._group.pg)
-        model._remove_autograd_hooks()
-        model._comm_hooks.clear()
-        model._static_graph_delay_allreduce_enqueued = False  # the new reducer has yet to learn the graph
-        model.__setstate__(model.__getstate__())  # as unpickling does: makes the reducer, with its first buckets
-        self._hook(model)
+        if isinstance(model, DistributedDataParallel):
+            ddp.remake_reducer(model, self._group.pg)
+            self._hook(model)
 
     def detach(self, model: nn.Module) -> None:
         """Have a model that is trained no more let go of the group's old generation, as ``reattach`` does."""
         if isinstance(model, DistributedDataParallel):
-            model._update_process_group(self._group.pg)
-
-
-def _in_join(item: Any) -> bool:
-    """Whether some ranks may have run out of batches, and take part only in what torch's ``Join`` answers for them."""
-    return item._join_config.enable
+            ddp.use_group(model, self._group.pg)
 
 
 # --- gradients on their way --------------------------------------------------------------------------------------
@@ -330,9 +320,6 @@ def _averaging(
     """
     share = 1.0 / group.world_size
     options = dist.AllreduceOptions()
-    queue_callback = torch.autograd.Variable._execution_engine.queue_callback
-    backward_number = torch._C._current_graph_task_id
-    new_promise: Any = torch._C.Future  # the Python class above it costs as much again
     under_way: list[Any] = []
     promised: list[tuple[torch.futures.Future[Any], Any]] = []
     group.track_works(wrapped, under_way)
@@ -347,10 +334,10 @@ def _averaging(
                 first = False
                 at_first()
             clear()  # what a backward that was broken off has left
-            at_end = backward_number() != -1 and not delayed
+            at_end = autograd.backward_number() != -1 and not delayed
             if at_end:
-                queue_callback(finish)
-        promise = new_promise([])
+                autograd.at_end_of_backward(finish)
+        promise = autograd.new_future()
         if hook is None:
             buffer = bucket.buffer().mul_(share)  # as DDP itself does, to the bit
             under_way.append(group.backends[buffer.device].allreduce([buffer], options))
@@ -369,7 +356,7 @@ def _averaging(
         under_way.clear()
         promised.clear()
         if at_end and at_last is not None:
-            queue_callback(at_last)  # behind DDP's own, which stands in the queue by now
+            autograd.at_end_of_backward(at_last)  # behind DDP's own, which stands in the queue by now
 
     def clear() -> None:
         if promised:

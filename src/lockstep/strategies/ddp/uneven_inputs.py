@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.objects import all_objects, broadcast_object_list
 from lockstep.comm.tensors import broadcast_leaves
 from lockstep.errors import PeerFailure, UsageError
 from lockstep.process_group.group import Group
+from lockstep.torch_internals import ddp
 
 if TYPE_CHECKING:
     from lockstep.optim.accumulation import Accumulation
@@ -62,17 +63,14 @@ def joined(
     with ExitStack() as undo:
         undo.callback(models[0].register_forward_pre_hook(presence.announce).remove)
         for model in models:
-            undo.callback(setattr, model, "_join_config", model._join_config)
-            _use_interruptible_collectives(undo, group, model)
-            _switch(undo, model, "_check_global_requires_backward_grad_sync", _agreement(group, model, accumulation))
-            _switch(undo, model, "_match_unused_params_allreduce", _answer_unused(group, model))
+            undo.enter_context(ddp.joining(model, _answers(group, model, accumulation)))
             if buffers is not None:
                 _switch(undo, model, buffers, True)
             if model.static_graph:
                 # Only there to tell a rank that ran out to answer a collective which a static graph does not have.
                 _switch(undo, model, "find_unused_parameters", False)
         _switch(undo, accumulation, "weighted", _refuse_items)
-        join = _Join(group, [presence, *models])
+        join = ddp.LeavableJoin([presence, *models], lambda: _reduced(group, models[0], 0, dist.ReduceOp.SUM))
         try:
             yield
             with warnings.catch_warnings():  # torch changes the filters of the whole process
@@ -140,7 +138,7 @@ def _agreement(
     options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 
     def agree(is_joined_rank: bool) -> bool | None:
-        if is_joined_rank and model.static_graph and not model._static_graph_delay_allreduce_enqueued:
+        if is_joined_rank and model.static_graph and not ddp.knows_static_graph(model):
             raise UsageError(
                 f"Rank {group.rank} has no batch for a model with static_graph=True, which has not learned its graph "
                 "yet. Give every rank a batch in the first block, or leave out static_graph."
@@ -172,7 +170,7 @@ def _answer_unused(group: Group, model: DistributedDataParallel) -> Callable[[],
     """
 
     def answer() -> None:
-        used = model.reducer._get_local_used_map().zero_()
+        used = ddp.used_map(model).zero_()
         group.wait(model.process_group.allreduce([used], dist.AllreduceOptions()), _DOING)
 
     return answer
@@ -195,8 +193,8 @@ def _keep_step(accumulation: Accumulation, closes: bool) -> None:
 # --- torch's own collectives, in a way that can be left -----------------------------------------------------------
 
 
-def _use_interruptible_collectives(undo: ExitStack, group: Group, model: DistributedDataParallel) -> None:
-    """Have what DDP's join says by itself go through our waits."""
+def _answers(group: Group, model: DistributedDataParallel, accumulation: Accumulation) -> ddp.JoinAnswers:
+    """What DDP's join asks and sends, by our waits."""
 
     def find_common_rank(rank: int, candidate: bool) -> int:
         return _reduced(group, model, rank if candidate else -1, dist.ReduceOp.MAX)
@@ -209,9 +207,13 @@ def _use_interruptible_collectives(undo: ExitStack, group: Group, model: Distrib
         shared = model.module.buffers() if model.broadcast_buffers else ()
         send([tensor.detach() for tensor in (*model.module.parameters(), *shared)], 0, source)
 
-    _switch(undo, model, "_find_common_rank", find_common_rank)
-    _switch(undo, model, "_distributed_broadcast_coalesced", send)
-    _switch(undo, model, "_sync_final_model", sync_final_model)
+    return ddp.JoinAnswers(
+        agree=_agreement(group, model, accumulation),
+        answer_unused=_answer_unused(group, model),
+        find_common_rank=find_common_rank,
+        send=send,
+        sync_final=sync_final_model,
+    )
 
 
 def _reduced(group: Group, model: DistributedDataParallel, value: int, how: Any) -> int:
@@ -221,18 +223,6 @@ def _reduced(group: Group, model: DistributedDataParallel, value: int, how: Any)
     number = torch.tensor([value], device=model.device)
     group.wait(model.process_group.allreduce([number], options), _DOING)
     return int(number)
-
-
-class _Join(Join):
-    """Torch's, asking in a way that can be left whether anybody still trains."""
-
-    def __init__(self, group: Group, joinables: list[Joinable]) -> None:
-        super().__init__(joinables)
-        self._group = group
-        self._model: Any = joinables[1]
-
-    def _get_num_nonjoined_procs(self) -> int:
-        return _reduced(self._group, self._model, 0, dist.ReduceOp.SUM)
 
 
 class _Presence(Joinable, JoinHook):

@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import atexit
-from lockstep.process_group import script_exit
+from lockstep.host import script_exit
 
 frame = script_exit.script_frame()
 atexit.register(lambda: print([script_exit.left_by_exception(frame)]))

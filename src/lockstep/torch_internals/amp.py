@@ -1,0 +1,24 @@
+"""torch.amp's loss scaler."""
+
+from __future__ import annotations
+
+import torch
+from torch.amp.grad_scaler import GradScaler, OptState
+
+
+def has_scaled_gradients(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the gradients of an optimizer have the scale in them, so that ``unscale_`` may be called.
+
+    Needs ``GradScaler._per_optimizer_states``; 2.9 to 2.13. Without it: calling ``unscale_`` and telling its refusal of
+    a second call from its other errors by their words.
+    """
+    return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY)
+
+
+def forget_optimizers(scaler: GradScaler) -> None:
+    """Forget all optimizers, which a scaler keeps by ids that others may get.
+
+    Needs ``GradScaler._per_optimizer_states``; 2.9 to 2.13. Without it: an optimizer made after ``free_memory`` may
+    count as unscaled already.
+    """
+    scaler._per_optimizer_states.clear()
