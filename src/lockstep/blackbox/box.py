@@ -28,7 +28,9 @@ from lockstep.rundir.files import make_folder
 if TYPE_CHECKING:
     from lockstep.blackbox.peers import Peers
 
-_PACK = layout.RECORD_OF_CALL.pack_into
+_PACK = layout.RECORD_OF_CALL.pack
+_PUT = layout.CHECKED_RECORD.pack_into
+_CHECK = layout.check_of
 _EVENTS = layout.EVENTS
 _EVENT_MASK = layout.EVENT_SLOTS - 1
 _ENTERED, _LEFT = layout.ENTERED, layout.LEFT
@@ -239,17 +241,17 @@ class Box(NoBox):
         if signature is _OPTIMIZER_STEPS:
             signature_hash = layout.steps_word(steps)
             constant = constant[:8] + signature_hash.to_bytes(8, sys.byteorder) + constant[16:]
-        _PACK(self._buffer, _EVENTS + slot, stamp, constant, monotonic(), self._step + (batch << 32), stamp)
+        record = _PACK(stamp, constant, monotonic(), self._step + (batch << 32))
+        _PUT(self._buffer, _EVENTS + slot, record, _CHECK(record))
         self._words[_ENTERED] = stamp
         self._depth = 1
         peers = self._peers
         if peers is not None:
             # What ``Peers.compare`` does, as far as it mostly gets; it is asked only when something seems to differ.
             peers.fence()
-            peers.unfence()
-            end = (_EVENTS + slot) // 8 + 7
+            start = (_EVENTS + slot) // 8
             for _, words in peers.found:
-                if words[end] == stamp and (words[end - 6] != name_hash or words[end - 5] != signature_hash):
+                if words[start] == stamp and (words[start + 1] != name_hash or words[start + 2] != signature_hash):
                     break
             else:
                 if not peers.missing:
@@ -284,7 +286,10 @@ class Box(NoBox):
     def refuse(self) -> None:
         """The collective under way will end with an error here: nothing that it would have brought is used."""
         if self._depth:
-            self._buffer[_EVENTS + (self._number & _EVENT_MASK) * 64 + layout.FLAG_BYTE] = layout.REFUSED
+            place = _EVENTS + (self._number & _EVENT_MASK) * 64
+            record = bytearray(self._buffer[place : place + layout.RECORD.size])
+            record[layout.FLAG_BYTE] = layout.REFUSED
+            _PUT(self._buffer, place, bytes(record), _CHECK(record))
 
     def generation(self, number: int) -> None:
         """A new process group: collectives are counted from 1 again, by whichever thread enters first."""
@@ -306,7 +311,8 @@ class Box(NoBox):
         count = self._phases = self._phases + 1
         slot = layout.PHASES + (count & (layout.PHASE_SLOTS - 1)) * 64
         now = monotonic()
-        _PACK(self._buffer, slot, count, constant, now, self._step, count)
+        record = _PACK(count, constant, now, self._step)
+        _PUT(self._buffer, slot, record, _CHECK(record))
         self._words[layout.PHASE_COUNT] = count
         return now
 
@@ -326,8 +332,8 @@ class Box(NoBox):
         words = self._words
         if words[layout.PENDING]:
             self._skip()
-        words[layout.CALLED], words[layout.CALLED + 1] = self._line(depth + 1)
-        words[layout.PENDING] = 1
+        words[layout.CALLED], words[layout.CALLED + 1] = line = self._line(depth + 1)
+        words[layout.PENDING] = line[0]
 
     def answered(self) -> None:
         """The backward of what was called has begun."""
@@ -340,8 +346,9 @@ class Box(NoBox):
     def _skip(self) -> None:
         words = self._words
         if not words[layout.SKIPPED]:
-            words[layout.SKIPPED_STEP] = words[layout.STEP]
-            words[layout.SKIPPED_AT : layout.SKIPPED_AT + 2] = words[layout.CALLED : layout.CALLED + 2]
+            first = (words[layout.STEP], *words[layout.CALLED : layout.CALLED + 2])
+            words[layout.SKIPPED_STEP], words[layout.SKIPPED_AT], words[layout.SKIPPED_AT + 1] = first
+            words[layout.SKIPPED_CHECK] = layout.check_of_words(*first)
         words[layout.SKIPPED] += 1
 
     def _line(self, depth: int) -> tuple[int, int]:
@@ -360,28 +367,22 @@ class Box(NoBox):
         """Seconds of one step, as in ``Step``."""
         count = self._paces = self._paces + 1
         slot = layout.PACES + (count & (layout.PACE_SLOTS - 1)) * layout.PACE.size
-        layout.PACE.pack_into(self._buffer, slot, data, forward, backward, whole, waited, workers)
+        times = data, forward, backward, whole, waited, workers
+        layout.PACE.pack_into(self._buffer, slot, *times, _CHECK(layout.NUMBERED_PACE.pack(count, *times)))
         self._words[layout.PACE_COUNT] = count
 
     def raw(self, raw: Raw | None) -> None:
         """The collective of torch's own that is under way, or none."""
         version = self._raws = self._raws + 1
-        words, buffer = self._words, self._buffer
         start = layout.RAWS + (version % layout.RAW_SLOTS) * layout.RAW_SIZE
-        first, last = start // layout.WORD, (start + layout.RAW_SIZE) // layout.WORD - 1
-        words[first] = 0
-        words[last] = 0
         texts = [
             getattr(raw, field, "").encode(errors="backslashreplace")[:room] for field, room in layout.RAW_ROOM.items()
         ]
-        place = start + layout.WORD
         number, since = (raw.number, raw.since) if raw is not None else (0, 0.0)
-        layout.RAW.pack_into(buffer, place, int(raw is not None), number, since, *map(len, texts))
-        place += layout.RAW.size
-        joined = b"".join(texts)
-        buffer[place : place + len(joined)] = joined
-        words[last] = version
-        words[first] = version
+        data = layout.RAW.pack(int(raw is not None), number, since, *map(len, texts)) + b"".join(texts)
+        self._buffer[start + layout.WORD : start + layout.WORD + len(data)] = data
+        self._words[(start + layout.RAW_SIZE) // layout.WORD - 1] = layout.check_of_words(version) ^ _CHECK(data)
+        self._words[start // layout.WORD] = version
 
     def mark(self) -> tuple[int, int, int]:
         """Generation, collectives entered and left: it changes whenever the rank moves."""
@@ -408,11 +409,12 @@ class Box(NoBox):
         The first call counts.
         """
         code = {word: number for number, word in layout.CLOSED.items()}.get(how, 2)
-        data = words.encode(errors="backslashreplace")[: layout.CLOSING_ROOM - layout.WORD]
-        start = layout.CLOSING + 2 * layout.WORD
+        data = words.encode(errors="backslashreplace")[: layout.CLOSING_ROOM]
+        start, first = layout.CLOSING + 3 * layout.WORD, layout.CLOSING // layout.WORD
         self._buffer[start : start + len(data)] = data
-        self._words[layout.CLOSING // layout.WORD + 1] = len(data)
-        self._words[layout.CLOSING // layout.WORD] = code  # last: who sees it finds the words
+        self._words[first + 1] = len(data)
+        self._words[first + 2] = layout.check_of_words(code, len(data)) ^ _CHECK(data)
+        self._words[first] = code
         self._detach()
 
     def _attach(self, buffer: mmap.mmap | bytearray) -> None:

@@ -14,13 +14,15 @@
 
 Reader and writer share no lock. What keeps a reader from believing half a record:
 
-- A *stamp* is ``generation << 40 | number``: one word says both. It stands at both ends of a record, the end being
-  written last, and writing a record anew begins with zeros. No field of a whole record is zero.
+- What is more than one word ends with its *check*, a hash of all its words. On other processors than x86 a reader may
+  see the words of a record in any order, each old or new: of no such mixture the check is right, so it is not believed,
+  but read again (``tests/unit/blackbox/test_torn.py`` shows each).
+- A *stamp* is ``generation << 40 | number``: one word says both, and which collective a record is of.
 - Words are written and read as a whole, since the formats are native ("@"); the portable ones go byte by byte.
-- A text carries the 64-bit hash that the records name it by, at both ends too. A place that has been given to
-  another text since is noticed.
-- Other processes see the writes in the order in which they were made (x86 guarantees it), and a reader takes the
-  words that were written last before it copies the rest.
+- A text carries the 64-bit hash that the records name it by. A place that has been given to another text since is
+  noticed. A line is a hash and a place, so that half of one names no text.
+- What stands in a word of its own may be seen late, never wrong: all readers take what they find for a moment that is
+  past already.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-VERSION = 4
+import xxhash
+
+VERSION = 5
 """Changes with the layout: a reader does not touch a box of another version."""
 WORD = 8
 NUMBER_BITS = 40
@@ -51,24 +55,29 @@ OPTIMIZER_STEPS = "optimizer steps"
 
 # ---------------------------------------------------------------- records
 
-RECORD = struct.Struct("@QQQQHHHHdQQ")
-"""Stamp, hashes of name, signature and site, their places, flag, seconds, step + 1, stamp."""
+RECORD = struct.Struct("@QQQQHHHHdQ")
+"""Stamp, hashes of name, signature and site, their places, flag, seconds, step + 1. The check follows."""
 CALL = struct.Struct("@QQQHHHH")
 """The part of a record that is the same each time: hashes to flag."""
-RECORD_OF_CALL = struct.Struct("@Q32sdQQ")
+RECORD_OF_CALL = struct.Struct("@Q32sdQ")
 """A record whose constant part was packed before: fewer objects to fetch from cold memory."""
+CHECKED_RECORD = struct.Struct(f"@{RECORD.size}sQ")
+"""A record and its check."""
 RECORD_SIZE = 64
 """As long as a line of the processor's cache."""
 RECORD_WORDS = RECORD_SIZE // WORD
-NAME_WORD, SIGNATURE_WORD, END_WORD = 1, 2, 7
+NAME_WORD, SIGNATURE_WORD, CHECK_WORD = 1, 2, 7
 """Words of a record that peers compare without decoding it."""
 FLAG_BYTE, PLAIN, REFUSED = 38, 1, 2
 
 RAW = struct.Struct("@qqdIIII")
-"""1 when there is one, its number, seconds, the texts' lengths; the texts follow. A version stands at both ends."""
+"""1 when there is one, its number, seconds, the texts' lengths; the texts follow. Before it stands the version, and
+last in the place the check of all that."""
 RAW_ROOM = {"name": 128, "site": 352, "shapes": 352, "group": 96}
 
-PACE = struct.Struct("@6f")
+PACE = struct.Struct("@6fQ")
+"""A step's times, and the check of these and the step's number."""
+NUMBERED_PACE = struct.Struct("@Q6f")
 
 # ---------------------------------------------------------------- places
 
@@ -78,7 +87,8 @@ LIVE = 1024
 SIDE = LIVE + 64
 TRAINING = SIDE + 64
 PHASES, PHASE_SLOTS = 1280, 4
-CLOSING, CLOSING_ROOM = 1536, 504
+CLOSING, CLOSING_ROOM = 1536, 488
+"""How it ended: a code, the length of the words, the check of both and of the words, the words."""
 RAWS, RAW_SIZE, RAW_SLOTS = 2048, 1024, 2
 EVENTS, EVENT_SLOTS = 4096, 256
 PACES, PACE_SLOTS = EVENTS + EVENT_SLOTS * RECORD_SIZE, 64
@@ -88,8 +98,11 @@ TEXTS = PACES + PACE_SLOTS * PACE.size
 ENTERED, LEFT, STEP, RECOVERING, PHASE_COUNT, PACE_COUNT = range(LIVE // WORD, LIVE // WORD + 6)
 BEAT = SIDE // WORD
 # Of the training: where the optimizer stepped last; where the model was called last, and whether its backward is still
-# to come; how many calls got none, at which update the first of them, and where. A line is a hash and a place.
-STEPPED, CALLED, PENDING, SKIPPED, SKIPPED_STEP, SKIPPED_AT = (TRAINING // WORD + word for word in (0, 2, 4, 5, 6, 7))
+# to come: then the call's hash; how many calls got none, at which update the first of them, and where, with a check.
+# A line is a hash and a place.
+STEPPED, CALLED, PENDING, SKIPPED, SKIPPED_STEP, SKIPPED_AT, SKIPPED_CHECK = (
+    TRAINING // WORD + word for word in (0, 2, 4, 5, 6, 7, 9)
+)
 EVENT_WORDS = EVENTS // WORD
 
 ASKED_TO_END = "asked to end"
@@ -106,7 +119,7 @@ class Table:
     slots: int
     """Texts in it."""
     size: int
-    """Bytes of a place: hash, length, text, hash."""
+    """Bytes of a place: hash, length, text, check."""
     keep_end: bool = False
     """Whether a text that is too long loses its beginning: a path does."""
 
@@ -214,6 +227,15 @@ def this_machine() -> str:
 
 
 # ---------------------------------------------------------------- texts
+
+
+check_of = xxhash.xxh3_64_intdigest
+"""The check of some bytes: of a mixture of old and new words it is wrong, but for one in 2**64."""
+
+
+def check_of_words(*words: int) -> int:
+    """The check of some words."""
+    return check_of(struct.pack(f"@{len(words)}Q", *words))
 
 
 def steps_word(count: int) -> int:

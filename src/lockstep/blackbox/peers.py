@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from threading import Lock
 
 from lockstep.blackbox import layout, processes
 from lockstep.blackbox.read import read_header
@@ -18,7 +17,8 @@ from lockstep.blackbox.read import read_header
 _EVENTS = layout.EVENT_WORDS
 _MASK = layout.EVENT_SLOTS - 1
 _WORDS = layout.RECORD_WORDS
-_NAME, _SIGNATURE, _END = layout.NAME_WORD, layout.SIGNATURE_WORD, layout.END_WORD
+_NAME, _SIGNATURE, _CHECK = layout.NAME_WORD, layout.SIGNATURE_WORD, layout.CHECK_WORD
+_LOOKS = 20
 _ANY = layout.ANY
 _EAGER = 64
 """Up to this number of collectives every one looks for boxes that were missing; later only each 64th."""
@@ -32,7 +32,9 @@ def box_path(folder: Path, rank: int) -> Path:
 class Peers:
     """The boxes of the other ranks of this machine, next to the own one."""
 
-    def __init__(self, folder: Path, own_rank: int, local_ranks: Iterable[int]) -> None:
+    def __init__(
+        self, folder: Path, own_rank: int, local_ranks: Iterable[int], fence: Callable[[], object] = lambda: None
+    ) -> None:
         self._folder = folder
         self._rank = own_rank
         self._ranks = tuple(rank for rank in local_ranks if rank != own_rank)
@@ -42,11 +44,8 @@ class Peers:
         """Ranks and their boxes."""
         self.missing = list(self._ranks)
         """Ranks whose boxes have not been found yet."""
-        fence = Lock()
-        # A processor may read before its own last store is seen by others, which would let two ranks miss each other.
-        # Taking a lock that nobody else has orders the two.
-        self.fence = fence.acquire
-        self.unfence = fence.release
+        self.fence = fence
+        """Orders this rank's stores and its reads after them; or two ranks that enter at once may miss each other."""
 
     def compare(self, seq: int, name_hash: int | None = None, signature_hash: int | None = None) -> int | None:
         """A rank that has entered the same number with another name or signature; None when there is none (yet).
@@ -63,11 +62,10 @@ class Peers:
         if own is None:
             return None
         self.fence()
-        self.unfence()
         start = _EVENTS + (seq & _MASK) * _WORDS
         stamp = own[start]
         for rank, words in self.found:
-            if words[start + _END] != stamp:
+            if words[start] != stamp:
                 continue
             name = own[start + _NAME] if name_hash is None else name_hash
             signature = own[start + _SIGNATURE] if signature_hash is None else signature_hash
@@ -83,11 +81,15 @@ class Peers:
 
     @staticmethod
     def _differs(words: memoryview, start: int, stamp: int, name: int, signature: int) -> bool:
-        """Look again at what seems to differ: the peer may be a whole ring ahead and just writing this record anew."""
-        seen = words[start : start + _WORDS].tolist()
-        if words[start] != stamp or words[start + _END] != stamp or seen != words[start : start + _WORDS].tolist():
-            return False
-        return seen[_NAME] != name or (seen[_SIGNATURE] != signature and _ANY not in (seen[_SIGNATURE], signature))
+        """Look again at what seems to differ: the peer may be just writing this record, or writing over it."""
+        for _ in range(_LOOKS):
+            seen = words[start : start + _WORDS].tolist()
+            if seen[_CHECK] == layout.check_of_words(*seen[:_CHECK]):
+                differs = seen[_NAME] != name or (
+                    seen[_SIGNATURE] != signature and _ANY not in (seen[_SIGNATURE], signature)
+                )
+                return bool(seen[0] == stamp and differs)
+        return False  # then it is this rank's record that the peer finds whole
 
     def _find_missing(self) -> None:
         if self._own is None:

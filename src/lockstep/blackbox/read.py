@@ -103,8 +103,7 @@ def _read(path: Path, history: int) -> tuple[Header, Snapshot] | None:
 
 def _read_once(file: int, history: int, final: bool) -> tuple[Header, Snapshot] | None:
     """One look; None when it has to be repeated, unless it is the final one, or when this is no box."""
-    # The stamp that is written last is read first, and before everything it stands for. Entered before left: if the
-    # rank leaves in between, it looks as if it had left just now, and never as if it had left what it did not enter.
+    # Entered before left: if the rank leaves in between, it looks as if it had left just now.
     (entered,) = _word.unpack(_exactly(file, 8, layout.ENTERED * 8))
     (left,) = _word.unpack(_exactly(file, 8, layout.LEFT * 8))
     data = _exactly(file, layout.SIZE, 0)
@@ -114,15 +113,14 @@ def _read_once(file: int, history: int, final: bool) -> tuple[Header, Snapshot] 
     generation, number = entered >> layout.NUMBER_BITS, entered & layout.NUMBER_MASK
     done = min(left & layout.NUMBER_MASK, number)
     if left >> layout.NUMBER_BITS != generation:
-        # Seen while the generation changes.
-        generation, number, done = left >> layout.NUMBER_BITS, 0, 0
+        # Seen while the generation changes, whichever of the two words came first.
+        generation, number, done = max(generation, left >> layout.NUMBER_BITS), 0, 0
     past = _past(data, generation, number, history)
     inside = number > done
-    if inside and (not past or past[-1].seq != number):
-        # The rank has gone on meanwhile, so far that its ring came round.
-        if not final:
-            return None
-        inside = False
+    skipped, skipped_step = _skipped(data)
+    if not final and (_is_torn(data) or (inside and (not past or past[-1].seq != number))):
+        return None  # half written; or the rank has gone on meanwhile, so far that its ring came round
+    inside = inside and bool(past) and past[-1].seq == number
     phase, place, since = _phase(data)
     code, words = _closing(data)
     texts = _Texts(data)
@@ -148,14 +146,14 @@ def _read_once(file: int, history: int, final: bool) -> tuple[Header, Snapshot] 
         phase_since=since,
         step=_at(data, layout.STEP),
         stepped_at=_line(texts, layout.STEPPED),
-        skipped=_at(data, layout.SKIPPED),
-        skipped_step=_at(data, layout.SKIPPED_STEP),
-        skipped_at=_line(texts, layout.SKIPPED_AT),
-        pending_at=_line(texts, layout.CALLED) if _at(data, layout.PENDING) else "",
+        skipped=skipped,
+        skipped_step=skipped_step,
+        skipped_at=_line(texts, layout.SKIPPED_AT) if skipped else "",
+        pending_at=_line(texts, layout.CALLED) if _at(data, layout.PENDING) == _at(data, layout.CALLED) else "",
         raw=_raw(data),
         history=past,
         beat=beat,
-        pace=_pace(file, data),
+        pace=_pace(data),
         now=time.monotonic(),
     )
 
@@ -189,10 +187,11 @@ def _backwards(texts: _Texts, generation: int, number: int) -> Iterator[Op]:
 
 
 def _record(texts: _Texts, slot: int, stamp: int) -> Op | None:
-    fields = layout.RECORD.unpack_from(texts.data, slot)
-    if fields[0] != stamp or fields[-1] != stamp or not all(fields):
+    record, check = layout.CHECKED_RECORD.unpack_from(texts.data, slot)
+    fields = layout.RECORD.unpack(record)
+    if fields[0] != stamp or check != layout.check_of(record):
         return None
-    _, name_hash, signature_hash, site_hash, name_place, signature_place, site_place, flag, since, counts, _ = fields
+    _, name_hash, signature_hash, site_hash, name_place, signature_place, site_place, flag, since, counts = fields
     name = texts.find(layout.NAMES, name_place, name_hash)
     if name is None:
         return None
@@ -234,11 +233,13 @@ class _Texts:
 
     def _decode(self, table: Table, start: int, mark: int) -> str | None:
         first, length = struct.unpack_from("@QQ", self.data, start)
-        (last,) = _word.unpack_from(self.data, start + table.size - layout.WORD)
-        if first != mark or last != mark or length > table.room:
+        (check,) = _word.unpack_from(self.data, start + table.size - layout.WORD)
+        if first != mark or length > table.room:
             return None
         begin = start + 2 * layout.WORD
-        return self.data[begin : begin + length].decode(errors="replace")
+        data = self.data[begin : begin + length]
+        whole = check == layout.check_of_words(mark, length) ^ layout.check_of(data)
+        return data.decode(errors="replace") if whole else None
 
 
 def _line(texts: _Texts, word: int) -> str:
@@ -264,16 +265,24 @@ def _raw(data: bytes) -> Raw | None:
     newest, found = 0, None
     for slot in range(layout.RAW_SLOTS):
         start = layout.RAWS + slot * layout.RAW_SIZE
-        (first,) = _word.unpack_from(data, start)
-        (last,) = _word.unpack_from(data, start + layout.RAW_SIZE - layout.WORD)
-        if first == last and first > newest:
-            newest, found = first, _raw_at(data, start + layout.WORD)
+        (version,) = _word.unpack_from(data, start)
+        (check,) = _word.unpack_from(data, start + layout.RAW_SIZE - layout.WORD)
+        whole = _raw_bytes(data, start + layout.WORD)
+        if version > newest and whole and check == layout.check_of_words(version) ^ layout.check_of(whole):
+            newest, found = version, _raw_at(data, start + layout.WORD)
     return found
+
+
+def _raw_bytes(data: bytes, start: int) -> bytes | None:
+    lengths = layout.RAW.unpack_from(data, start)[3:]
+    if sum(lengths) > sum(layout.RAW_ROOM.values()):
+        return None
+    return data[start : start + layout.RAW.size + sum(lengths)]
 
 
 def _raw_at(data: bytes, start: int) -> Raw | None:
     there, number, since, *lengths = layout.RAW.unpack_from(data, start)
-    if not there or sum(lengths) > sum(layout.RAW_ROOM.values()):
+    if not there:
         return None
     place = start + layout.RAW.size
     texts = {}
@@ -284,20 +293,42 @@ def _raw_at(data: bytes, start: int) -> Raw | None:
 
 
 def _closing(data: bytes) -> tuple[str, str]:
-    start = layout.CLOSING
-    code, length = struct.unpack_from("@QQ", data, start)
-    begin = start + 2 * layout.WORD
-    if code not in layout.CLOSED or not code:
+    found = _closing_words(data)
+    if found is None or found[0] not in layout.CLOSED:
         return "", ""
-    return layout.CLOSED[code], data[begin : begin + min(length, layout.CLOSING_ROOM)].decode(errors="replace")
+    return layout.CLOSED[found[0]], found[1].decode(errors="replace")
 
 
-def _pace(file: int, data: bytes) -> tuple[Step, ...]:
-    """The latest steps, without those that may have been written over while they were copied."""
-    count = _at(data, layout.PACE_COUNT)
-    (after,) = _word.unpack(_exactly(file, 8, layout.PACE_COUNT * layout.WORD))
-    oldest = max(after + 1 - layout.PACE_SLOTS, 0) + 1
-    return tuple(
-        layout.PACE.unpack_from(data, layout.PACES + number % layout.PACE_SLOTS * layout.PACE.size)
-        for number in range(oldest, count + 1)
+def _closing_words(data: bytes) -> tuple[int, bytes] | None:
+    """Code and words; None as long as they are half written."""
+    start = layout.CLOSING
+    code, length, check = struct.unpack_from("@QQQ", data, start)
+    begin = start + 3 * layout.WORD
+    words = data[begin : begin + min(length, layout.CLOSING_ROOM)]
+    return (code, words) if check == layout.check_of_words(code, length) ^ layout.check_of(words) else None
+
+
+def _skipped(data: bytes) -> tuple[int, int]:
+    """How many calls got no backward, and the update of the first of them."""
+    first = struct.unpack_from("@3Q", data, layout.SKIPPED_STEP * layout.WORD)
+    whole = _at(data, layout.SKIPPED_CHECK) == layout.check_of_words(*first)
+    count = _at(data, layout.SKIPPED) if whole else 0
+    return count, first[0] if count else 0
+
+
+def _is_torn(data: bytes) -> bool:
+    """Whether what is written once is half written."""
+    return (_at(data, layout.CLOSING // layout.WORD) != 0 and _closing_words(data) is None) or (
+        _at(data, layout.SKIPPED) != 0 and _skipped(data)[0] == 0
     )
+
+
+def _pace(data: bytes) -> tuple[Step, ...]:
+    """The latest steps, without those that are being written over."""
+    count = _at(data, layout.PACE_COUNT)
+    steps = []
+    for number in range(max(count + 1 - layout.PACE_SLOTS, 0) + 1, count + 1):
+        *times, check = layout.PACE.unpack_from(data, layout.PACES + number % layout.PACE_SLOTS * layout.PACE.size)
+        if check == layout.check_of(layout.NUMBERED_PACE.pack(number, *times)):
+            steps.append((times[0], times[1], times[2], times[3], times[4], times[5]))
+    return tuple(steps)

@@ -36,13 +36,10 @@ class TextTable:
         data = layout.fit(text, mark, self._table)
         start = self._table.start + slot * self._table.size
         first, last = start // layout.WORD, (start + self._table.size) // layout.WORD - 1
-        # Both ends are zero while the text changes, whichever end a reader begins at.
-        words[first] = 0
-        words[last] = 0
-        words[first + 1] = len(data)
         text_start = start + 2 * layout.WORD
         buffer[text_start : text_start + len(data)] = data
-        words[last] = mark
+        words[first + 1] = len(data)
+        words[last] = layout.check_of_words(mark, len(data)) ^ layout.check_of(data)
         words[first] = mark
         self._keys[slot] = key
         self.known[key] = (mark, slot + 1, kept)

@@ -27,6 +27,7 @@ from lockstep.guard.render import boxed
 from lockstep.guard.reporter import STOPPED, Reporter
 from lockstep.guard.sigterm import SigtermReport
 from lockstep.guard.watcher import WATCHED, RenderedDiagnosis, Watcher, is_stopped
+from lockstep.host import memory_fence
 from lockstep.job_store.signed_store import SignedStore, from_text
 from lockstep.process_group.group import Group
 from lockstep.process_group.monitor import Monitor
@@ -36,6 +37,11 @@ from lockstep.rundir.layout import RunDirectory
 from lockstep.topology.standard_streams import print_error
 from lockstep.topology.topology import Topology
 
+_NO_FENCE = (
+    "lockstep guard: collectives are not compared between the ranks of this node before they run: this processor may "
+    "reorder what ranks write and read, and nothing here orders it. Install libatomic (libatomic1), or let the "
+    "container call membarrier. Ranks out of step are found a moment later, when they wait."
+)
 _PRINTING = 5.0
 """Seconds in which a watcher has printed what it found, unless nobody reads it."""
 REMOTE = "standing/{rank}"
@@ -68,9 +74,12 @@ class RankGuard(Monitor):
         self.boxes = boxes
         self.clock = StepClock()
         group.monitor = self
-        self.box.compare_with(
-            Peers(boxes, topology.rank, range(first, first + topology.local_world_size)), self._refuse
-        )
+        fence = memory_fence.make()
+        if fence is not None:
+            ranks = range(first, first + topology.local_world_size)
+            self.box.compare_with(Peers(boxes, topology.rank, ranks, fence), self._refuse)
+        elif topology.is_local_main:
+            print_error(_NO_FENCE)
         watched = WATCHED in env.snapshot()
         self._had_faulthandler = faulthandler.is_enabled()
         self._stacks = None if watched else _write_stacks_on_signal(directory, topology.rank)
