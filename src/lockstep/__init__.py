@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from lockstep.memory.batch_size import find_executable_batch_size
     from lockstep.model_files.load import load_checkpoint_in_model
     from lockstep.offload.auto_device_map import infer_auto_device_map
+    from lockstep.offload.cpu_offload_hook import cpu_offload_with_hook
+    from lockstep.offload.dispatch import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
     from lockstep.offload.empty_weights import init_empty_weights, init_on_device
     from lockstep.progress import tqdm
     from lockstep.state import AcceleratorState, GradientState, PartialState
@@ -85,6 +87,8 @@ _PLACES = {
     "lockstep.launch.notebook": ("debug_launcher", "notebook_launcher"),
     "lockstep.memory.batch_size": ("find_executable_batch_size",),
     "lockstep.offload.auto_device_map": ("infer_auto_device_map",),
+    "lockstep.offload.cpu_offload_hook": ("cpu_offload_with_hook",),
+    "lockstep.offload.dispatch": ("cpu_offload", "disk_offload", "dispatch_model", "load_checkpoint_and_dispatch"),
     "lockstep.offload.empty_weights": ("init_empty_weights", "init_on_device"),
     "lockstep.progress": ("tqdm",),
     "lockstep.state": ("AcceleratorState", "GradientState", "PartialState"),
@@ -120,11 +124,16 @@ __all__ = [
     "TorchDynamoPlugin",
     "UsageError",
     "__version__",
+    "cpu_offload",
+    "cpu_offload_with_hook",
     "debug_launcher",
+    "disk_offload",
+    "dispatch_model",
     "find_executable_batch_size",
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "notebook_launcher",
     "set_seed",

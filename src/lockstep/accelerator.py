@@ -599,9 +599,10 @@ class Accelerator(ProcessView, DataOptions):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state dict, by default under the names it has without anything around it."""
+        from lockstep.offload.offloaded_state import whole_state_dict
         from lockstep.strategies.unwrap import inner_model
 
-        return inner_model(self.unwrap_model(model)).state_dict() if unwrap else model.state_dict()
+        return whole_state_dict(inner_model(self.unwrap_model(model)) if unwrap else model)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object to a file (a path or an open one) in the main process; others do nothing, and none waits."""

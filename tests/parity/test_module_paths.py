@@ -12,7 +12,9 @@ import lockstep.utils
 
 PATHS = (
     "accelerator",
+    "big_modeling",
     "data_loader",
+    "hooks",
     "launchers",
     "logging",
     "optimizer",
@@ -21,6 +23,7 @@ PATHS = (
     "utils.dataclasses",
     "utils.memory",
     "utils.modeling",
+    "utils.offload",
     "utils.operations",
     "utils.random",
 )

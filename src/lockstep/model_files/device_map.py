@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import CheckpointError, ConfigError
-from lockstep.host.atomic_file import replacing
-from lockstep.model_files.safetensors_file import raw
+from lockstep.errors import ConfigError
 from lockstep.model_files.shared_tensors import tied_names
 from lockstep.model_files.state_loader import WeightPlacement, in_place
-from lockstep.storage.open_files import open_regular, read_small
 
 DISK = "disk"
-_LONGEST_INDEX = 1 << 26
 _META = torch.device("meta")
 
 
@@ -122,36 +116,3 @@ def _check_ties(model: nn.Module, places: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"device_map puts one tensor that the model uses under several names on several places: {told}."
             )
-
-
-class OffloadFolder:
-    """Weights on disk, each in a file of its raw values, with an index: as Accelerate keeps them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._file = folder, folder / "index.json"
-        self._index: dict[str, Any] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        if self._file.exists():
-            text = read_small(open_regular(self._file), _LONGEST_INDEX, self._file)
-            try:
-                self._index = dict(json.loads(text))
-            except (ValueError, TypeError, RecursionError):
-                raise CheckpointError(
-                    f"{self._file} is there and cannot be read. Delete it, or give another offload_folder."
-                ) from None
-
-    def write(self, name: str, value: Tensor) -> None:
-        """Keep a weight."""
-        if "/" in name or "\0" in name:
-            raise CheckpointError(f"{name!r} cannot be the name of a file, so this weight cannot be kept on disk.")
-        self._replace(self._folder / f"{name}.dat", raw(value) if value.numel() else b"")
-        self._index[name] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-
-    def finish(self) -> None:
-        """Write the index, in which what was there before stays."""
-        self._replace(self._file, json.dumps(self._index, indent=2).encode())
-
-    def _replace(self, path: Path, content: bytes | memoryview) -> None:
-        """A process may have the old file mapped: that one is left as it is."""
-        with replacing(path) as draft:
-            Path(draft).write_bytes(content)

@@ -19,7 +19,9 @@ from lockstep import current
 from lockstep.errors import CheckpointError, ConfigError, NotYetError
 from lockstep.logging import get_logger
 from lockstep.model_files.broadcast_load import all_or_none, from_rank_0
-from lockstep.model_files.device_map import OffloadFolder, Placing, as_dtype
+from lockstep.model_files.device_map import Placing, as_dtype
+from lockstep.model_files.offload_folder import OffloadFolder
+from lockstep.model_files.shared_tensors import tied_names
 from lockstep.model_files.state_loader import Assignment, NameDifferences
 from lockstep.model_files.tensor_entry import some
 from lockstep.model_files.weights import Weights, open_weights
@@ -91,9 +93,18 @@ def _planned(
 
 
 def _load(assignment: Assignment, folder: OffloadFolder | None, path: Path) -> NameDifferences:
-    assignment.run()
-    if folder is not None:
-        folder.finish()
+    if folder is None:
+        assignment.run()
+    else:
+        tied = tied_names(assignment.model.state_dict(keep_vars=True))
+
+        def publish() -> None:
+            for names in tied:
+                folder.tie(names)
+            folder.publish()
+
+        with folder:
+            assignment.run(publish)
     _log_differences(assignment.loaded, path)
     return assignment.loaded
 

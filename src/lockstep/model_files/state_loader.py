@@ -162,12 +162,14 @@ class Assignment:
 
     # --- loading -----------------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Load everything."""
+    def run(self, offloaded: Callable[[], None] = lambda: None) -> None:
+        """Load everything. ``offloaded`` is called when all weights were handed to ``offload``."""
         if self.by_module:
             self._through_torch()
+            offloaded()
         else:
             self._offload_all()  # a full disk is noticed before the model is touched
+            offloaded()
             self._fill_all()
 
     def _offload_all(self) -> None:
@@ -267,7 +269,7 @@ class Assignment:
                 value.data = fresh  # the object stays, and with it whoever holds it
                 continue
             if id(value) not in made:
-                made[id(value)] = _replacement(value, fresh)
+                made[id(value)] = replacement(value, fresh)
             table[attribute] = made[id(value)]
 
 
@@ -283,10 +285,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     return as_bytes(tensor.contiguous())
 
 
-def _replacement(old: Tensor, fresh: Tensor) -> Tensor:
+def replacement(old: Tensor, fresh: Tensor) -> Tensor:
+    """The new values as what the old ones were: a parameter with its attributes, or a buffer."""
     if not isinstance(old, nn.Parameter):
         return fresh
-    new = nn.Parameter(fresh, requires_grad=old.requires_grad)
+    new: Any = nn.Parameter(fresh, requires_grad=old.requires_grad)
     new.__dict__.update(old.__dict__)
     return new
 

@@ -77,8 +77,8 @@ class Preparer:
         if unwrap.spans_devices(model):
             if state.topology.world_size > 1 and not evaluation_mode:
                 raise UsageError(
-                    "This model is spread over several devices (hf_device_map), and each process needs a whole one. "
-                    "Load it without device_map, or start one process."
+                    "This model is spread over several devices or offloaded (hf_device_map, hooks), and each process "
+                    "needs a whole one. Load it without device_map, or start one process."
                 )
         elif place:
             model = model.to(state.topology.device)

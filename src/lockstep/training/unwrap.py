@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from lockstep.offload.offloaded_state import is_offloaded
 from lockstep.precision import mixed
 from lockstep.strategies.unwrap import inner_model, replica_module
 from lockstep.torch_internals.compiler import original_of, uncompile
@@ -54,5 +55,6 @@ def unwrap(model: nn.Module, strategy: _Unwraps, keep_fp32_wrapper: bool, keep_t
 
 
 def spans_devices(model: nn.Module) -> bool:
-    """Whether a part of the model was loaded with a device map of more than one device."""
-    return any(len(set(getattr(part, "hf_device_map", {}).values())) > 1 for part in model.modules())
+    """Whether a part of the model was loaded with a device map of more than one device, or is offloaded."""
+    maps = (getattr(part, "hf_device_map", {}) for part in model.modules())
+    return any(len(set(places.values())) > 1 for places in maps) or is_offloaded(model)

@@ -42,6 +42,7 @@ from lockstep.model_files.device_map import check_device_map
 from lockstep.model_files.load import load_checkpoint_in_model
 from lockstep.model_files.save import save
 from lockstep.model_files.shared_tensors import clean_state_dict_for_safetensors, id_tensor_storage
+from lockstep.offload.align_devices import align_module_device, has_offloaded_params
 from lockstep.offload.auto_device_map import infer_auto_device_map
 from lockstep.offload.balanced_memory import get_balanced_memory
 from lockstep.offload.module_sizes import (
@@ -51,6 +52,17 @@ from lockstep.offload.module_sizes import (
     get_max_layer_size,
     named_module_tensors,
 )
+from lockstep.offload.offloaded_state import load_offloaded_weights
+from lockstep.offload.offloaded_weights import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    extract_submodules_state_dict,
+    load_offloaded_weight,
+    offload_state_dict,
+    offload_weight,
+    save_offload_index,
+)
+from lockstep.offload.set_tensor import set_module_tensor_to_device
 from lockstep.offload.tied_parameters import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
@@ -76,11 +88,14 @@ __all__ = [
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoggerType",
+    "OffloadedWeightsLoader",
     "PrecisionType",
+    "PrefixedDataset",
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
     "TorchDynamoPlugin",
+    "align_module_device",
     "broadcast",
     "broadcast_object_list",
     "calculate_maximum_sizes",
@@ -97,6 +112,7 @@ __all__ = [
     "dtype_byte_size",
     "estimate_memory",
     "extract_model_from_parallel",
+    "extract_submodules_state_dict",
     "find_batch_size",
     "find_executable_batch_size",
     "find_tied_parameters",
@@ -105,17 +121,24 @@ __all__ = [
     "get_balanced_memory",
     "get_max_layer_size",
     "get_max_memory",
+    "has_offloaded_params",
     "id_tensor_storage",
     "infer_auto_device_map",
     "load_checkpoint_in_model",
+    "load_offloaded_weight",
+    "load_offloaded_weights",
     "named_module_tensors",
+    "offload_state_dict",
+    "offload_weight",
     "pad_across_processes",
     "recursively_apply",
     "reduce",
     "release_memory",
     "retie_parameters",
     "save",
+    "save_offload_index",
     "send_to_device",
+    "set_module_tensor_to_device",
     "set_seed",
     "slice_tensors",
     "synchronize_rng_state",
