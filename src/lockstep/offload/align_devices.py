@@ -16,6 +16,7 @@ from lockstep.offload.hooks import ModelHook, add_hook_to_module, hooks_of
 from lockstep.offload.module_sizes import children, get_non_persistent_buffers, named_module_tensors
 from lockstep.offload.offloaded_weights import PrefixedDataset
 from lockstep.offload.set_tensor import Place, TiedParams, owner_table, placed, set_module_tensor_to_device
+from lockstep.torch_internals.module import parameters_of
 
 
 class AlignDevicesHook(ModelHook):
@@ -246,10 +247,10 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
         yield
     finally:
         for name, old in own.items():
-            now = module._parameters[name]
+            now = parameters_of(module)[name]
             if now is not None and now is not old and not now.is_meta:
                 old.data = now.detach().to(old.device)  # what was changed inside stays changed
-            module._parameters[name] = old
+            parameters_of(module)[name] = old
 
 
 # ---------------------------------------------------------------- attaching it to whole models

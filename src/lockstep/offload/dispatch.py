@@ -34,6 +34,7 @@ from lockstep.offload.offloaded_weights import (
 )
 from lockstep.offload.set_tensor import Place, TiedParams, owner_table, set_module_tensor_to_device
 from lockstep.offload.tied_parameters import find_tied_parameters
+from lockstep.torch_internals.module import device_of_move
 
 _Folder = str | os.PathLike[str]
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -386,7 +387,7 @@ def _refuse_moves(model: nn.Module) -> None:
 
 
 def _move(model: nn.Module, name: str, move: Any, *args: Any, **kwargs: Any) -> Any:
-    moves = name != "to" or torch._C._nn._parse_to(*args, **kwargs)[0] is not None
+    moves = name != "to" or device_of_move(*args, **kwargs) is not None
     if moves and is_offloaded(model):
         raise UsageError(
             "A model with offloaded parts cannot be moved. Load it with another device_map, or take the hooks off "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.offload.align_devices import has_offloaded_params, offloading_hook
 from lockstep.offload.disk_weight import open_weight
 from lockstep.offload.set_tensor import set_module_tensor_to_device
+from lockstep.torch_internals.module import tensor_tables
 
 
 def is_offloaded(model: nn.Module) -> bool:
@@ -30,7 +31,7 @@ def offloaded_values(model: nn.Module) -> dict[str, Tensor]:
             by_slot[id(table), attribute] = by_weight.setdefault(id(standing), value)
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for table in (module._parameters, module._buffers):
+        for table in tensor_tables(module):
             for attribute in table:
                 if (id(table), attribute) in by_slot:
                     found[f"{path}.{attribute}" if path else attribute] = by_slot[id(table), attribute]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError, NotYetError
 from lockstep.model_files.state_loader import replacement
 from lockstep.offload.module_sizes import Dtype, as_any_dtype
+from lockstep.torch_internals.module import tensor_tables
 
 Place = int | str | torch.device
 TiedParams = dict[int, dict[Any, Tensor]]
@@ -86,7 +87,7 @@ def owner_table(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
         owner = module.get_submodule(path)
     except AttributeError:
         owner = None
-    for table in () if owner is None else (owner._parameters, owner._buffers):
+    for table in () if owner is None else tensor_tables(owner):
         if table.get(attribute) is not None:
             return table, attribute
     raise ConfigError(f"{type(module).__name__} has no parameter or buffer {name!r}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -34,6 +35,14 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     Needs ``Module._modules``; 2.9 to 2.13. Without it: ``named_children``, which leaves out the second name.
     """
     return module._modules
+
+
+def device_of_move(*args: Any, **kwargs: Any) -> Any:
+    """The device in the arguments of ``Module.to``; None where they change the dtype only.
+
+    Needs ``torch._C._nn._parse_to``; 2.9 to 2.13. Without it: telling the forms of these arguments apart here.
+    """
+    return torch._C._nn._parse_to(*args, **kwargs)[0]
 
 
 def unsaved_buffers(module: nn.Module) -> set[str]:

@@ -78,3 +78,10 @@ def test_hooks_rename_what_is_not_loaded_yet() -> None:
     assert set(state) == {"0.weight", "1.weight", "1.bias"}
     assert torch.equal(net[0].weight, before)
     assert isinstance(net[1].weight, nn.UninitializedParameter)
+
+
+def test_device_of_move() -> None:
+    assert modules.device_of_move("meta") == torch.device("meta")
+    assert modules.device_of_move(device="cpu", dtype=torch.float16) == torch.device("cpu")
+    assert modules.device_of_move(torch.empty(0, device="meta")) == torch.device("meta")
+    assert modules.device_of_move(torch.float16) is None
