@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from lockstep.optim.scheduler import PreparedScheduler
 from lockstep.precision import mixed
 from lockstep.rundir.crash_report import add_adviser
 from lockstep.state import AcceleratorState, GradientState, fix_precision
+from lockstep.strategies.base import Strategy
 from lockstep.topology.memory import empty_cache
 from lockstep.topology.topology import Topology
 from lockstep.training import step as training_step
@@ -79,6 +80,9 @@ class Accelerator(ProcessView, DataOptions):
     as long as the effective batch is the same; ``save_on_signal`` makes SIGTERM and SIGUSR1 save the state and end the
     job. Whatever cannot be honoured raises here.
     """
+
+    _strategy_class: ClassVar[type[Strategy] | None] = None
+    """How models are trained; None: by the number of processes."""
 
     def __init__(
         self,
@@ -158,7 +162,7 @@ class Accelerator(ProcessView, DataOptions):
         asked = None if settings.mixed_precision is None else settings.mixed_precision.value
         mode = PrecisionType(fix_precision(session, asked))
         precision = mixed.Precision(mode, self.device, settings.handler(AutocastKwargs))
-        self._state = TrainingState.build(session.topology, session.group, settings, precision)
+        self._state = TrainingState.build(session.topology, session.group, settings, precision, self._strategy_class)
         _living[self._state.number] = self
         start_monitors(self._state, settings, None if session.directory is None else session.directory.numerics)
         session.training = self._state
@@ -180,8 +184,9 @@ class Accelerator(ProcessView, DataOptions):
     def __repr__(self) -> str:
         if "_state" not in self.__dict__:  # unpickled in a process that is not its own
             return f"Accelerator({self._session.topology})"
+        topology = self._session.topology
         return (
-            f"Accelerator({self._session.topology}; {self._state.strategy_reason}; mixed precision "
+            f"Accelerator({topology}; {self._state.strategy.reason(topology)}; mixed precision "
             f"{self.mixed_precision} from {self._settings.precision_source})"
         )
 
@@ -322,7 +327,7 @@ class Accelerator(ProcessView, DataOptions):
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """One learning rate scheduler, following the optimizer it was made for."""
-        return self._preparer.prepare_scheduler(scheduler, 1 if self.split_batches else self.num_processes)
+        return self._preparer.prepare_scheduler(scheduler, self.split_batches)
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -549,7 +554,14 @@ class Accelerator(ProcessView, DataOptions):
 
         newest = self._state.current_batch.newest
         now, counts = (None, None) if newest is None else (newest.round, newest.item_counts)
-        return metrics.gather(self._session.group, input_data, now, as_objects=use_gather_object, counts=counts)
+        return metrics.gather(
+            self._session.group,
+            input_data,
+            now,
+            as_objects=use_gather_object,
+            counts=counts,
+            data_parallel=self._state.strategy.data_parallel,
+        )
 
     def set_trigger(self) -> None:
         """Say on this rank that something has happened that all ranks should learn of."""
@@ -599,10 +611,10 @@ class Accelerator(ProcessView, DataOptions):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state dict, by default under the names it has without anything around it."""
-        from lockstep.offload.offloaded_state import whole_state_dict
+        from lockstep.checkpoint.spread import whole_model
         from lockstep.strategies.unwrap import inner_model
 
-        return whole_state_dict(inner_model(self.unwrap_model(model)) if unwrap else model)
+        return whole_model(self._state.strategy, inner_model(self.unwrap_model(model)) if unwrap else model)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object to a file (a path or an open one) in the main process; others do nothing, and none waits."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
-from lockstep.checkpoint import discovery, state
+from lockstep.checkpoint import discovery, spread, state
 from lockstep.checkpoint.exchange import Exchange
 from lockstep.checkpoint.restoring import Restoring
 from lockstep.checkpoint.state import LoadedState, Objects, numbered_name
@@ -223,7 +223,7 @@ def _read(
         stem = numbered_name("model", number, "")
         place = path if found is None else state_weights.locate(path, found, stem)
         opened = stack.enter_context(weights.open_weights(place, stem, files.open, hashed=found is not None))
-        entries = strip_prefix(opened.entries, model)
+        entries = spread.rows_of_model(objects.strategy, model, strip_prefix(opened.entries, model))
         assignments.append(Assignment(model, entries, request.strict, str(place), surplus=opened.surplus))
     return loaded, assignments
 

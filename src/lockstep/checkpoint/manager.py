@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import DistError
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.checkpoint import discovery, exchange, load, save, save_rendezvous, state
+from lockstep.checkpoint import discovery, exchange, load, save, save_rendezvous, spread, state
 from lockstep.checkpoint.background import Background, Bar
 from lockstep.checkpoint.load import LoadRequest, LoadResult
 from lockstep.checkpoint.save import Mark, SaveContext, SaveRequest
@@ -75,6 +75,8 @@ class CheckpointManager:
         with self._in_phase("checkpoint"):
             absent = save_rendezvous.find_absent(group)
             alone = bool(absent)
+            if alone:
+                spread.refuse_alone(training.strategy, training.parameters(), absent)
             if alone and group.rank != 0:
                 return ""  # the main process saves, and this rank has nothing to add to it any more
             request = SaveRequest(project=project, output_dir=output_dir, safe=safe, durable=durable, alone=alone)
@@ -144,14 +146,16 @@ class CheckpointManager:
 
     def _capture(self, site: SaveContext) -> Content:
         training, objects = self._training, self._objects()
-        models: list[dict[str, Any]] = [model.state_dict() for model in objects.models]
+        strategy, keep = training.strategy, site.is_home or bool(self._save_hooks)
+        models = [spread.whole_model(strategy, model, keep=keep) for model in objects.models]
         for hook in self._save_hooks.values():
             hook(training.models, models, str(site.folder))
+        optimizers = [spread.whole_optimizer(strategy, item, keep=site.is_home) for item in objects.optimizers]
         files = state.own_files(objects)
         if not site.is_home:
             return Content(files=files)
         record = None if training.run_summary is None else training.run_summary.to_dict()
-        files = {**state.common_files(objects), **files}
+        files = {**state.common_files(objects, optimizers), **files}
         counters = {**state.counters(objects, training.updates, record), "alone": site.request.alone}
         return Content(weights=models, files=files, counters=counters)
 
@@ -249,6 +253,7 @@ class CheckpointManager:
             device=training.topology.device,
             rank=training.topology.rank,
             world_size=training.topology.world_size,
+            strategy=training.strategy,
         )
 
     @contextmanager

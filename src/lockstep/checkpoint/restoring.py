@@ -75,8 +75,7 @@ class Restoring:
         if loaded.counters is not None and loaded.trains:
             objects.window.load_state_dict({**loaded.counters["window"], "items": loaded.items})
         gradients = loaded.gradients or [None] * len(objects.parameters)
-        for parameter, gradient in zip(objects.parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        objects.strategy.restore_window(objects.parameters, gradients)
         return _assign_generators(loaded, objects)
 
     def undo(self) -> None:

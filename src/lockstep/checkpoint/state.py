@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import generators, safe_pickle
+from lockstep.checkpoint import generators, safe_pickle, spread
 from lockstep.checkpoint.safe_pickle import Fill
 from lockstep.checkpoint.state_files import StateFiles
 from lockstep.errors import CheckpointError
@@ -34,6 +34,7 @@ from lockstep.model_files.tensor_entry import as_entries
 from lockstep.model_files.weights import refuse_meta
 from lockstep.storage import manifest
 from lockstep.storage.open_files import read_small
+from lockstep.strategies.base import Strategy
 
 STATE = "lockstep_state.json"
 SCALER = "scaler.pt"
@@ -89,6 +90,8 @@ class Objects:
     device: torch.device
     rank: int
     world_size: int
+    strategy: Strategy
+    """Says what is spread over the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,18 +133,16 @@ def own_files(objects: Objects) -> dict[str, Any]:
         }
     }
     if window["filled"]:
-        files[f"gradients_{objects.rank}.bin"] = [
-            None if parameter.grad is None else parameter.grad.detach() for parameter in objects.parameters
-        ]
+        files[f"gradients_{objects.rank}.bin"] = objects.strategy.window_gradients(objects.parameters)
     return files
 
 
-def common_files(objects: Objects) -> dict[str, Any]:
-    """What all ranks have alike, or what one of them says for all."""
+def common_files(objects: Objects, optimizers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks have alike, or what one of them says for all; ``optimizers`` are their whole states."""
     files: dict[str, Any] = {}
-    for number, optimizer in enumerate(objects.optimizers):
+    for number, (optimizer, state) in enumerate(zip(objects.optimizers, optimizers, strict=True)):
         files[numbered_name("optimizer", number, ".bin")] = safe_pickle.pack(
-            optimizer.state_dict(), f"optimizer {number} ({_kind(optimizer, 'optimizer')})"
+            state, f"optimizer {number} ({_kind(optimizer, 'optimizer')})"
         )
     for number, scheduler in enumerate(objects.schedulers):
         files[numbered_name("scheduler", number, ".bin")] = safe_pickle.pack(
@@ -227,7 +228,7 @@ def read(files: StateFiles, objects: Objects, *, trusted: bool = False, fill: Fi
     optimizers = []
     for number, optimizer in enumerate(objects.optimizers):
         name = numbered_name("optimizer", number, ".bin")
-        optimizers.append(reader.value(name, fill))
+        optimizers.append(spread.rows_of_optimizer(objects.strategy, optimizer, reader.value(name, fill)))
         _check_optimizer(optimizer, optimizers[-1], files.folder / name)
     same = before == objects.world_size and known
     # A script that evaluates a model has no optimizer: where the training stood in its data is not its affair.
@@ -475,7 +476,7 @@ def _window(
     for rank in mine:
         name = f"gradients_{rank}.bin"
         gradients, states = reader.value(name), reader.rank_file(rank)
-        if not _fits(gradients, objects.parameters):
+        if not _fits(gradients, objects):
             raise CheckpointError(
                 f"{reader.folder / name} holds gradients of other parameters than the {len(total)} there are here."
             )
@@ -492,14 +493,15 @@ def _window(
     return total, items
 
 
-def _fits(gradients: Any, parameters: list[Tensor]) -> bool:
+def _fits(gradients: Any, objects: Objects) -> bool:
+    parameters = objects.parameters
     if not isinstance(gradients, list) or len(gradients) != len(parameters):
         return False
     return all(
         gradient is None
         or (
             isinstance(gradient, Tensor)
-            and gradient.shape == parameter.shape
+            and gradient.shape == spread.whole_shape(objects.strategy, parameter)
             and getattr(parameter, "grad_dtype", parameter.dtype) in (gradient.dtype, None)  # None allows any
         )
         for gradient, parameter in zip(gradients, parameters, strict=True)

@@ -318,6 +318,10 @@ def _process(environ: Mapping[str, str]) -> Iterator[tuple[str, Fact]]:
     topology = discover(environ, cpu=cpu, device=fixed)
     yield "device", Fact(value=str(topology.device), reason=topology.device_reason)
     yield "backend", Fact(value=topology.backend)
+    from lockstep.strategies.choose import kind_for
+
+    kind = kind_for(topology)
+    yield "strategy", Fact(value=kind.__name__, reason=kind.reason(topology))
 
 
 def _network(environ: Mapping[str, str], config_file: str | None) -> Iterator[tuple[str, Fact]]:

@@ -22,6 +22,7 @@ from lockstep.data.global_batch import GlobalBatch
 from lockstep.data.sampler import SeedableRandomSampler
 from lockstep.job_store.signed_store import from_fields
 from lockstep.process_group.group import Group
+from lockstep.topology.data_parallel import DataParallelRanks
 
 _MOST = 50_000_000
 """Samples from which on a count of each would be felt."""
@@ -94,13 +95,14 @@ class Audit:
             self._whole = False  # indices of another kind
         self._repeated += round_.rows[rank] - real
 
-    def finish(self, group: Group) -> None:
+    def finish(self, group: Group, parallel: DataParallelRanks | None = None) -> None:
         """Called on: any rank, whenever its epoch ends. The last of them logs what is wrong; nobody waits."""
-        mine = self._result(group.world_size)
+        parallel = parallel or DataParallelRanks(group.rank, range(group.world_size))
+        mine = self._result(parallel.size) if parallel.leads else None
         if mine is None:
-            return
+            return  # nothing to post, or another rank with the same samples posts it
         try:
-            results = _exchange(group, self._name, *mine)
+            results = _exchange(group, parallel, self._name, *mine)
         except RuntimeError:
             return  # the store is gone, as it may be at the end of a job
         if results is not None:
@@ -137,11 +139,13 @@ class Audit:
         return replace(report, seen=len(seen), checksum=int((seen * seen).sum())), b""
 
 
-def _exchange(group: Group, name: str, report: RankAudit, bitmap: bytes) -> tuple[list[RankAudit], list[bytes]] | None:
+def _exchange(
+    group: Group, parallel: DataParallelRanks, name: str, report: RankAudit, bitmap: bytes
+) -> tuple[list[RankAudit], list[bytes]] | None:
     """Post a result; all of them for the rank that posts the last one, None for the others, or where one is odd."""
     store = group.store
-    keys = [group.key(f"audit/{name}/{rank}") for rank in range(group.world_size)]
-    store.set(keys[group.rank], json.dumps(asdict(report)).encode() + b"\n" + bitmap)
+    keys = [group.key(f"audit/{name}/{rank}") for rank in range(parallel.size)]
+    store.set(keys[parallel.rank], json.dumps(asdict(report)).encode() + b"\n" + bitmap)
     # Each rank posts before it looks, so the last one finds everything there. Of two that do, the one that removes the
     # first key goes on.
     found = store.peek_all(keys, _read_posted)

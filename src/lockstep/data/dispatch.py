@@ -62,7 +62,9 @@ class RankBatch:
     """Samples in a full batch, as in `GlobalBatch.size`."""
 
 
-def dispatch(group: Group, source: Iterator[RankBatch] | None, *, even: bool) -> Iterator[Delivery]:
+def dispatch(
+    group: Group, source: Iterator[RankBatch] | None, *, even: bool, parts: Sequence[int] | None = None
+) -> Iterator[Delivery]:
     """Called on: all ranks. Each rank's batches of one epoch, with their rounds and whether they are its last.
 
     Rank 0 gets its own batches as they are; the others get tensors in host memory that are their own.
@@ -72,6 +74,7 @@ def dispatch(group: Group, source: Iterator[RankBatch] | None, *, even: bool) ->
         source: On rank 0, the shares: for rank 0, rank 1 and so on, then those of the next round. Else None.
         even: When the shares do not suffice for the last round, the ranks that are left over get shares of the first
             round again, with nothing in them real. Otherwise they end one round before the others.
+        parts: Of each rank, which part of a round is its own; without them each has one.
     """
     if group.rank != 0:
         yield from _receive(group)
@@ -79,7 +82,10 @@ def dispatch(group: Group, source: Iterator[RankBatch] | None, *, even: bool) ->
     if source is None:
         raise UsageError("dispatch got no source on rank 0, which is the one that reads. Pass its shares there.")
     buffers = _ScatterBuffers(group, group.world_size)
-    for deliveries_by_rank in _scatter(source, group.world_size, even):
+    parts = parts or range(group.world_size)
+    for deliveries in _scatter(source, max(parts) + 1, even):
+        deliveries_by_rank = [deliveries[part] for part in parts]
+        deliveries.clear()
         if group.world_size > 1:
             _send(buffers, deliveries_by_rank)
         mine = deliveries_by_rank[0]

@@ -112,7 +112,7 @@ class Iteration:
                     self._report_stream(inner, shard, repeated)
                 current.drew(self)
                 if audit is not None:
-                    audit.saw(round_, group.rank)
+                    audit.saw(round_, loader._parallel.rank)
                 if loader.at_first_batch is not None:
                     loader.be_ready()
                 answered = box.phase("")
@@ -128,7 +128,7 @@ class Iteration:
             exhausted = True
             if audit is not None:
                 epoch.audited = True
-                audit.finish(group)
+                audit.finish(group, loader._parallel)
         finally:
             # One that is collected late does not end the phase of what has begun since.
             if current.newest in (self, None):
@@ -194,7 +194,7 @@ class Iteration:
         read: deque[tuple[GlobalBatch, Any]] = deque()
         source = self._shares(inner, shard, read) if group.rank == 0 else None
         start = loader._mover.start if loader._mover is not None else None
-        deliveries = dispatch(group, source, even=loader.even_batches)
+        deliveries = dispatch(group, source, even=loader.even_batches, parts=loader._parallel.parts)
         while True:
             try:
                 batch, round_, last = next(deliveries)
@@ -207,7 +207,7 @@ class Iteration:
             if len(places) == 1:
                 self.start[0] = self.start[0] if self.turn else round_.start
                 places[0] = round_.end
-            for part, self.snapshot in [read.popleft() for _ in range(min(group.world_size, len(read)))]:
+            for part, self.snapshot in [read.popleft() for _ in range(min(loader._parallel.size, len(read)))]:
                 part.pass_on(places)  # what rank 0 has read, but not given out, does not count
             if last:
                 self.snapshot = self._read_state
@@ -220,7 +220,7 @@ class Iteration:
 
         found: Iterator[Any] = ((batch, part, self._read_state) for batch, part in self._read(inner, shard))
         if isinstance(shard, ShardedIterable) and shard.drop_last:
-            found = whole_rounds(found, self.loader._group.world_size)
+            found = whole_rounds(found, self.loader._parallel.size)
         for batch, part, state in found:
             self.began, self.began_epoch = shard.began, shard.began_epoch
             read.append((part, state))

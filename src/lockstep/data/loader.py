@@ -19,6 +19,7 @@ from lockstep.data.iteration import Iteration
 from lockstep.data.shards import UNKNOWN, Shard
 from lockstep.errors import UsageError
 from lockstep.process_group.group import Group
+from lockstep.topology.data_parallel import DataParallelRanks
 from lockstep.torch_internals.data_loader import forget_iterator
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class PreparedDataLoader(DataLoader[Any]):
         shard: Shard,
         group: Group,
         *,
+        parallel: DataParallelRanks,
         dataset: Any,
         batches_before: int | None,
         total_batch_size: int | None,
@@ -70,6 +72,8 @@ class PreparedDataLoader(DataLoader[Any]):
         self._spare = [(inner, shard)]
         """What the next iteration reads from; taken while one does."""
         self._group = group
+        self._parallel = parallel
+        """Who has which part of a batch."""
         self._dataset = dataset
         self.batches_before = batches_before
         """Batches of the loader before it was prepared; None when it does not know."""

@@ -55,7 +55,7 @@ def save(loader: PreparedDataLoader) -> dict[str, Any]:
         "owns_generator": generator is not None,
         "seed": None if seedable is None else seedable.seed,
         "sampler_epoch": None if seedable is None else seedable.epoch if iteration is None else iteration.began_epoch,
-        "world_size": loader._group.world_size,
+        "world_size": loader._parallel.size,
         "inner": snapshot,
     }
 
@@ -114,7 +114,7 @@ def load(loader: PreparedDataLoader, state: dict[str, Any]) -> None:
     if isinstance(shard, ShardedIterable):
         _place_stream(loader, shard, places, state)
     if any(places):
-        same = state["world_size"] == loader._group.world_size
+        same = state["world_size"] == loader._parallel.size
         shard.resumes = True
         shard.restored = state.get("batches") if same else shard.rounds_before(sum(places))
     # Workers that are kept from one epoch to the next have their own copy of where to begin.
@@ -149,7 +149,7 @@ def _place_stream(loader: PreparedDataLoader, shard: ShardedIterable, places: li
 
 def _resumes_itself(loader: PreparedDataLoader, state: dict[str, Any]) -> bool:
     """Whether torchdata's loader has said where it stood, and can be told."""
-    same = state["inner"] is not None and state["world_size"] == loader._group.world_size
+    same = state["inner"] is not None and state["world_size"] == loader._parallel.size
     return same and _stateful(loader.inner)
 
 

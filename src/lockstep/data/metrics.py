@@ -21,6 +21,7 @@ from lockstep.comm.raw_bytes import as_bytes
 from lockstep.data.global_batch import GlobalBatch, ItemCounts
 from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.process_group.group import Group
+from lockstep.topology.data_parallel import DataParallelRanks
 
 _DOING = "gathering for metrics"
 _RECORDS = frozenset(("dict", "mapping", "named", "dataclass"))
@@ -36,6 +37,7 @@ def gather(
     as_objects: bool = False,
     counts: ItemCounts | None = None,
     announce: Callable[[str], None] | None = None,
+    data_parallel: DataParallelRanks | None = None,
 ) -> Any:
     """Called on: all ranks that have a batch in this round. What they computed from it, without repeated samples.
 
@@ -57,12 +59,15 @@ def gather(
         counts: What the iteration has shown of the items per sample so far.
         announce: Called, on one rank, with what could not be dropped, in place of a warning in the log; in debug mode
             it is an error on all.
+        data_parallel: Which rank has which part of a round; without it each has one of its own.
     """
     plain = now is None or now.complete
     if now is not None and counts is not None and counts.begin(now) and plain:
         _learn(counts, data, now.rows[0], as_objects)
-    if plain and group.world_size == 1:
+    parallel = data_parallel or DataParallelRanks(group.rank, range(group.world_size))
+    if plain and parallel.size == 1:
         return data
+    plain = plain and parallel.size == group.world_size
     if plain and isinstance(data, Tensor) and not as_objects:
         return tensors.gather(group, data)
     leaves, signature = trees.flatten(data)
@@ -70,11 +75,11 @@ def gather(
     # that is empty here and not on other ranks.
     tensors_only = bool(leaves) and (signature in group.plans or all(isinstance(leaf, Tensor) for leaf in leaves))
     as_tensors = tensors_only and not as_objects
-    if group.world_size == 1:
-        return _alone(group, data, now, as_tensors, as_objects, counts)
+    if parallel.size == 1:
+        return _alone(data, _take_part(group, now, parallel)[1], as_tensors, as_objects, counts)
     if plain and as_tensors:
         return tensors.gather_flat(group, data, leaves, signature)
-    ranks, share = _take_part(group, now)
+    ranks, share = _take_part(group, now, parallel)
     joiner = Joiner(share, as_objects, counts)
     if as_tensors:
         parts = _leaves_of_all(group, data, leaves, signature, ranks, share)
@@ -85,18 +90,20 @@ def gather(
     return result
 
 
-def _take_part(group: Group, now: GlobalBatch | None) -> tuple[Sequence[int], BatchCounts | None]:
-    """The ranks that have a batch, and what is in theirs."""
+def _take_part(
+    group: Group, now: GlobalBatch | None, parallel: DataParallelRanks
+) -> tuple[Sequence[int], BatchCounts | None]:
+    """The ranks that have a batch, each a part of its own, and what is in theirs."""
     if now is None:
-        return range(group.world_size), None
-    if not now.rows[group.rank]:
+        return parallel.peers, None
+    if not now.rows[parallel.rank]:
         raise UsageError(
             f"gather_for_metrics was called on rank {group.rank}, which has no batch in this round (samples per rank: "
             f"{now.rows}), so the others do not wait for it. Call it inside the loop over the prepared loader only."
         )
-    ranks = [rank for rank, rows in enumerate(now.rows) if rows]
-    return ranks, BatchCounts(
-        tuple(now.rows[rank] for rank in ranks), tuple(now.real[rank] for rank in ranks), now.size
+    parts = [part for part, rows in enumerate(now.rows) if rows]
+    return [parallel.peers[part] for part in parts], BatchCounts(
+        tuple(now.rows[part] for part in parts), tuple(now.real[part] for part in parts), now.size
     )
 
 
@@ -374,15 +381,14 @@ def _items(value: Any, as_objects: bool, path: str = "") -> Iterator[tuple[str, 
 
 
 def _alone(
-    group: Group,
     data: Any,
-    now: GlobalBatch | None,
+    share: BatchCounts | None,
     as_tensors: bool,
     as_objects: bool,
     counts: ItemCounts | None,
 ) -> Any:
     """On one process: the structure without what was computed beyond the samples of a short batch."""
-    joiner = Joiner(_take_part(group, now)[1], as_objects, counts)
+    joiner = Joiner(share, as_objects, counts)
     if as_tensors:
         leaves = list(trees.walk_paths(data))
         kept = [_trimmed(joiner, leaf, path) for path, leaf in leaves]

@@ -19,6 +19,7 @@ from lockstep.data.skip import SkippedSampler, skip_unprepared
 from lockstep.data.tagged_batch import Tagging
 from lockstep.errors import ConfigError, UsageError
 from lockstep.process_group.group import Group
+from lockstep.topology.data_parallel import DataParallelRanks
 from lockstep.torch_internals.data_loader import forget_iterator
 
 
@@ -34,6 +35,7 @@ def prepare_loader(
     pad_empty_ranks_only: bool = False,
     name: str = "",
     after_batch: Callable[[], None] | None = None,
+    data_parallel: DataParallelRanks | None = None,
 ) -> PreparedDataLoader:
     """This rank's part of a loader.
 
@@ -41,7 +43,9 @@ def prepare_loader(
     without it from torch's. With ``pad_empty_ranks_only`` only ranks that would go empty in the last round get
     repeated samples. ``name`` is the loader's on all ranks: under it they compare what they have seen.
     ``after_batch`` is called when the script is done with a batch.
+    ``data_parallel`` says who has which part of a batch; without it each rank has one of its own.
     """
+    parallel = data_parallel or DataParallelRanks(group.rank, range(group.world_size))
     try:
         before: int | None = len(loader)
     except TypeError:
@@ -58,8 +62,8 @@ def prepare_loader(
         options.dispatch_batches if options.dispatch_batches is not None else streams
     )
     spec = ShardSpec(
-        rank=group.rank,
-        world_size=group.world_size,
+        rank=parallel.rank,
+        world_size=parallel.size,
         even=options.even_batches,
         reads_for_all=dispatched and group.rank == 0,
         pad_empty_ranks_only=pad_empty_ranks_only,
@@ -70,11 +74,12 @@ def prepare_loader(
     if own_generator and group.world_size > 1:
         loader_state.own_generator(inner)
     batch_size = _batch_size(loader)
-    total = batch_size if batch_size is None or options.split_batches else batch_size * group.world_size
+    total = batch_size if batch_size is None or options.split_batches else batch_size * parallel.size
     return PreparedDataLoader(
         inner,
         shard,
         group,
+        parallel=parallel,
         dataset=loader.dataset,
         batches_before=before,
         total_batch_size=total,

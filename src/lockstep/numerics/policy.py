@@ -178,14 +178,16 @@ class NanMonitor(TrainingMonitor):
         if self._scaled and self._bad_loss is None:
             return False  # the scaler sees the same gradients, and drops what overflows
         value = math.nan if self._scaled else self._gradient(parameters)
-        if math.isfinite(value) and self._bad_loss is None:
+        found_here = not math.isfinite(value) or self._bad_loss is not None
+        if not (found_here if self._scaled else self._state.strategy.any_rank(found_here)):
             self._losses.clear()
             return False
         self._read_losses()
         found, self._bad_loss = self._bad_loss, None
         # With a scaler the other ranks drop this update as they drop any overflow: there is nothing to put together.
         what, samples, forwards = found or ("", self._state.current_batch.round, list(self._recent))
-        head = what if self._scaled else f"the gradient of update {self._state.updates} is {value}"
+        head = f"the gradient of update {self._state.updates} is {value if found_here else 'nan or inf elsewhere'}"
+        head = what if self._scaled else head
         text, tells = self._reporter.update(what, samples, forwards, alone=self._scaled)
         if self.policy is NanPolicy.STOP:
             raise NumericsError(f"nan_policy='stop': {head}.\n{text}")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ class Accumulation:
         self.settled = True
         self._items: list[float] = []
         self._item_scale: float | None = None
-        self._shared: tuple[float, float] | None = None
+        self._factor: float | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accumulation:
         return self  # a part of the accelerator, of which there are no copies: a copied optimizer keeps its time
@@ -79,7 +78,7 @@ class Accumulation:
         self.sync_gradients = self.settled = True
         self.inside = False
         self.divisor = self.num_steps
-        self._items, self._shared = [], None
+        self._items, self._factor = [], None
 
     def state_dict(self) -> dict[str, Any]:
         """The window, as plain values: which micro-batch this is, and what its gradients are divided by."""
@@ -123,7 +122,7 @@ class Accumulation:
         """Leave the micro-batch; after one that completed an update, the next opens a new window."""
         if self.sync_gradients:
             self._filled = 0
-            self._items, self._shared = [], None
+            self._items, self._factor = [], None
 
     # --- plain means -------------------------------------------------------------------------------------------
 
@@ -176,20 +175,19 @@ class Accumulation:
                 "They share one denominator: add the losses, or give the same number."
             )
         weight = count / self._item_scale
-        if self._shared is not None:
-            weight *= self._shared[1]  # gradients of this window are divided already
+        if self._factor is not None:
+            weight *= self._factor  # gradients of this window are divided already
         return loss * weight
 
     def divide_by_items(self, group: Group, parameters: Iterable[Tensor]) -> None:
         """Called on: all ranks, after the backward that closes a window. Divide by the items of all ranks."""
         self.settled = True
-        if self._shared is None and self._item_scale is not None:
-            total = float(tensors.reduce(group, torch.tensor(sum(self._items), dtype=torch.float64), "sum"))
-            factor = self._item_scale * group.world_size / total if total else 1.0
-            self._shared = (total, factor)
-            _scale(parameters, factor)
+        if self._factor is None and self._item_scale is not None:
+            mean = float(tensors.reduce(group, torch.tensor(sum(self._items), dtype=torch.float64), "mean"))
+            self._factor = self._item_scale / mean if mean else 1.0
+            _scale(parameters, self._factor)
         if not self.inside:
-            self._items, self._shared = [], None
+            self._items, self._factor = [], None
 
 
 def _count(num_items: Any) -> float:
@@ -200,17 +198,6 @@ def _count(num_items: Any) -> float:
     if not 0 <= count < float("inf"):
         raise ConfigError(f"num_items={num_items!r} must be a number of at least 0.")
     return count
-
-
-@contextmanager
-def silenced(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """A region whose backward adds zeros: a mean over nothing is 0 / 0, and its gradient would be no number."""
-    hooks = [parameter.register_hook(torch.zeros_like) for parameter in parameters if parameter.requires_grad]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _scale(parameters: Iterable[Tensor], factor: float) -> None:

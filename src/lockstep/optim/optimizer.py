@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         announce: Callable[[PreparedOptimizer], None] | None = None,
         gate: TrainingMonitor | None = None,
         stepped: Callable[[PreparedOptimizer], None] | None = None,
+        drop_held: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
         # The base class is for isinstance only: its constructor would start a second optimizer.
         self.optimizer = optimizer
@@ -38,6 +39,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._announce = announce
         self._gate = gate
         self._stepped = stepped
+        self._drop_held = drop_held
+        """Drops gradients that were held back outside of ``grad``."""
         self._register()
 
     def _register(self) -> None:
@@ -72,6 +75,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, if an update was due."""
         if self._accumulation.sync_gradients:
+            if self._drop_held is not None:
+                self._drop_held(self.parameters())
             self.optimizer.zero_grad(set_to_none)
 
     @property
@@ -132,7 +137,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # They lead to the accelerator, which a copy has no use for.
-        return {**self.__dict__, "_announce": None, "_gate": None, "_stepped": None}
+        return {**self.__dict__, "_announce": None, "_gate": None, "_stepped": None, "_drop_held": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -44,9 +44,11 @@ class Precision:
             model.forward = MixedForward(model.forward, self.autocast)
         return model
 
-    def make_scaler(self, options: GradScalerKwargs) -> LossScaler | None:
+    def make_scaler(
+        self, options: GradScalerKwargs, any_rank: Callable[[bool], bool] | None = None
+    ) -> LossScaler | None:
         """The loss scaler that fp16 needs; None in other precisions."""
-        return LossScaler(self._device.type, options) if self.mode is PrecisionType.FP16 else None
+        return LossScaler(self._device.type, options, any_rank) if self.mode is PrecisionType.FP16 else None
 
 
 class MixedForward:

@@ -21,18 +21,22 @@ class LossScaler:
     backward.
     """
 
-    def __init__(self, device_type: str, options: GradScalerKwargs) -> None:
+    def __init__(
+        self, device_type: str, options: GradScalerKwargs, any_rank: Callable[[bool], bool] | None = None
+    ) -> None:
         self._scaler = torch.amp.GradScaler(device_type, **options.to_kwargs())
         self._watched: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
         """Optimizer -> whether it really stepped. Weak: one that is made later may get the id of one that is gone."""
         self._stepped: set[int] = set()
+        self._any_rank = any_rank
+        """Whether any rank has found an overflow; None where all find the same."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LossScaler:
         return self  # there is one scale in force, and a copied optimizer's gradients have it, too
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
-        return {"_scaler": self._scaler}
+        return {"_scaler": self._scaler, "_any_rank": None}  # leads to the accelerator
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _watched=WeakKeyDictionary(), _stepped=set())
@@ -66,6 +70,12 @@ class LossScaler:
         if id(optimizer) in self._stepped:
             self.flush()
         self._watched[optimizer] = False
+        if self._any_rank is not None:
+            self.unscale(optimizer)
+            found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+            overflowed = self._any_rank(any(bool(flag.item()) for flag in found))
+            for flag in found:
+                flag.fill_(float(overflowed))
         self._scaler.step(optimizer) if closure is None else self._scaler.step(optimizer, closure=closure)
         self._stepped.add(id(optimizer))
         if len(self._stepped) >= len(self._watched):

@@ -34,6 +34,7 @@ def announce_horizon(state: TrainingState, settings: Settings, scheduler: Prepar
 
 def announce_run(state: TrainingState, optimizer: PreparedOptimizer) -> None:
     """Before the first update: log how the run is set up, and what that changes against the run before."""
+    state.strategy.check_optimizer(optimizer, state.models)
     iteration = state.current_batch.training
     loader = None if iteration is None else iteration.loader
     if state.run_summary is not None or loader is None:
@@ -42,7 +43,7 @@ def announce_run(state: TrainingState, optimizer: PreparedOptimizer) -> None:
 
     state.run_summary = summary = run_summary.record_of(
         total_batch=loader.total_batch_size,
-        processes=state.topology.world_size,
+        processes=state.strategy.data_parallel.size,
         accumulation=state.accumulation.num_steps,
         groups=optimizer.param_groups,
         seed=rng.seed_in_force(),

@@ -74,6 +74,7 @@ class Preparer:
             model = state.strategy.unwrap(model)
         elif _OWNER in model.__dict__:  # of another accelerator, or from before free_memory()
             model = state.strategy.unwrap(model)
+        before = dict(model.named_parameters(remove_duplicate=False))
         if unwrap.spans_devices(model):
             if state.topology.world_size > 1 and not evaluation_mode:
                 raise UsageError(
@@ -85,6 +86,7 @@ class Preparer:
         state.precision.wrap(model)
         if not evaluation_mode:
             model = state.strategy.wrap(model)
+            state.strategy.rebind(before, model, state.optimizers)
         compile_model(model, self._settings.dynamo)
         model.__dict__[_OWNER] = state.number
         if earlier is None:
@@ -122,14 +124,16 @@ class Preparer:
             functools.partial(announce.announce_run, state),
             state.monitor if state.monitor.guards else None,
             state.stepped,
+            state.strategy.drop_held,
         )
+        state.strategy.rebind_optimizer(optimizer)
         state.optimizers.append(made)
         for scheduler in state.schedulers:
             scheduler.adopt(made)
         return made
 
-    def prepare_scheduler(self, scheduler: Any, processes: int) -> PreparedScheduler:
-        """One learning rate scheduler; ``processes``: for how many it may advance in one step."""
+    def prepare_scheduler(self, scheduler: Any, split_batches: bool) -> PreparedScheduler:
+        """One learning rate scheduler; where batches are split, it does not advance for each process."""
         state = self._state
         if isinstance(scheduler, PreparedScheduler):
             if any(scheduler is prepared for prepared in state.schedulers):
@@ -144,7 +148,7 @@ class Preparer:
             state.accumulation,
             with_optimizer=self._settings.step_with_optimizer,
             unit=self._settings.scheduler_unit,
-            processes=processes,
+            processes=1 if split_batches else state.strategy.data_parallel.size,
             announce=functools.partial(announce.announce_horizon, state, self._settings),
         )
         state.schedulers.append(made)
@@ -188,6 +192,7 @@ class Preparer:
             pad_empty_ranks_only=self._settings.reproducible,
             name=self._name_loader(sys._getframe()) if state.topology.world_size > 1 else "",
             after_batch=self._after_batch,
+            data_parallel=state.strategy.data_parallel,
         )
         made.original = data_loader
         state.loaders.append(made)

@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.handlers import DistributedDataParallelKwargs, GradScalerKwargs, ProjectConfiguration
+from lockstep.config.handlers import GradScalerKwargs, ProjectConfiguration
 from lockstep.config.settings import Settings
 from lockstep.data.current_batch import CurrentBatch
 from lockstep.data.loader import PreparedDataLoader
@@ -24,7 +24,8 @@ from lockstep.optim.unprepared_schedule import ScheduleCheck
 from lockstep.precision.mixed import Precision
 from lockstep.precision.scaler import LossScaler
 from lockstep.process_group.group import Group
-from lockstep.strategies.choose import Strategy, choose
+from lockstep.strategies.base import Strategy
+from lockstep.strategies.choose import choose
 from lockstep.topology.topology import Topology
 from lockstep.training import unwrap
 
@@ -44,7 +45,6 @@ class TrainingState:
     topology: Topology
     group: Group
     strategy: Strategy
-    strategy_reason: str = ""
     precision: Precision
     scaler: LossScaler | None = None
     accumulation: Accumulation
@@ -80,17 +80,25 @@ class TrainingState:
         self.group.add_listener(self)
 
     @classmethod
-    def build(cls, topology: Topology, group: Group, settings: Settings, precision: Precision) -> TrainingState:
-        """The state in which nothing is prepared yet, as the settings want it."""
+    def build(
+        cls,
+        topology: Topology,
+        group: Group,
+        settings: Settings,
+        precision: Precision,
+        asked: type[Strategy] | None = None,
+    ) -> TrainingState:
+        """The state in which nothing is prepared yet, as the settings want it; trained as was ``asked``."""
         current_batch = CurrentBatch()
-        choice = choose(topology, group, settings.handler(DistributedDataParallelKwargs))
+        strategy = choose(topology, group, settings, asked)
         return cls(
             topology=topology,
             group=group,
-            strategy=choice.strategy,
-            strategy_reason=choice.reason,
+            strategy=strategy,
             precision=precision,
-            scaler=precision.make_scaler(settings.handler(GradScalerKwargs)),
+            scaler=precision.make_scaler(
+                settings.handler(GradScalerKwargs), None if strategy.sees_all_gradients else strategy.any_rank
+            ),
             accumulation=Accumulation(settings.accumulation, current_batch),
             current_batch=current_batch,
             project=settings.project,
@@ -122,7 +130,7 @@ class TrainingState:
                 "reproducible=True weights each loss by the samples of its batch, and no prepared loader is being "
                 "iterated. Prepare the loader, or say what the loss is a mean of: backward(loss, num_items=…)."
             )
-        return now.real[self.topology.rank]
+        return now.real[self.strategy.data_parallel.rank]
 
     def stepped(self, optimizer: PreparedOptimizer) -> None:
         """After an optimizer's step: a script that calls ``loss.backward()`` itself trains as well."""

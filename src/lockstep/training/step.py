@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.optim import clip
-from lockstep.optim.accumulation import silenced
 from lockstep.optim.optimizer import PreparedOptimizer
 from lockstep.optim.unprepared_check import refuse_strangers
 from lockstep.training.state import TrainingState
@@ -64,7 +63,7 @@ def backward(state: TrainingState, loss: Tensor, num_items: Any, **kwargs: Any) 
     began = monotonic()
     try:
         if num_items is not None and not num_items:
-            with silenced(state.parameters()):
+            with state.strategy.silenced(state.parameters()):
                 loss.backward(**kwargs)
         else:
             loss.backward(**kwargs)
@@ -114,7 +113,15 @@ def clip_norm(state: TrainingState, parameters: Any, max_norm: float, norm_type:
     chosen = _to_clip(state, parameters)
     due = state.accumulation.sync_gradients
     scale = 1.0 if due or state.scaler is None else state.scaler.current()
-    norm = clip.clip_norm(chosen, max_norm, norm_type, due=due, scale=scale, sparing=state.monitor.spares)
+    norm = clip.clip_norm(
+        chosen,
+        max_norm,
+        norm_type,
+        grad_norm=state.strategy.grad_norm,
+        due=due,
+        scale=scale,
+        sparing=state.monitor.spares,
+    )
     if due:
         state.monitor.norm(norm, chosen)
     return norm

@@ -25,10 +25,11 @@ CPU = torch.device("cpu")
 def make_state(*models: nn.Module, steps: int = 1, **fields: Any) -> TrainingState:
     """What one process trains these models with, each by SGD."""
     topology, batch = Topology(device=CPU), CurrentBatch()
+    group = Group(topology)
     state = TrainingState(
         topology=topology,
-        group=Group(topology),
-        strategy=Single(),
+        group=group,
+        strategy=Single(topology, group),
         precision=Precision(PrecisionType.NO, CPU, AutocastKwargs()),
         accumulation=Accumulation(GradientAccumulationPlugin(num_steps=steps), batch),
         current_batch=batch,

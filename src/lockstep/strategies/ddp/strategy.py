@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +22,16 @@ from lockstep.comm.objects import all_objects
 from lockstep.comm.tensors import broadcast_leaves
 from lockstep.config.choices import DDPCommunicationHookType
 from lockstep.config.handlers import DistributedDataParallelKwargs
+from lockstep.config.settings import Settings
 from lockstep.errors import DistributedOperationException, UsageError
 from lockstep.process_group.group import Group
+from lockstep.strategies.base import RemembersUpdates, Strategy
 from lockstep.strategies.ddp.grad_allreduce import average_gradients
 from lockstep.strategies.ddp.module import BUFFER_OPTION, Note
 from lockstep.strategies.ddp.module import DistributedDataParallel as Replica
 from lockstep.strategies.ddp.reductions import Reductions
 from lockstep.strategies.ddp.trained_parameters import TrainedParameters
-from lockstep.strategies.ddp.uneven_inputs import RemembersUpdates, check_joinables, joined
+from lockstep.strategies.ddp.uneven_inputs import check_joinables, joined
 from lockstep.topology.topology import Topology
 from lockstep.torch_internals import autograd, ddp
 from lockstep.torch_internals.compiler import untraced
@@ -42,18 +45,22 @@ _SYNC_BYTES = 32 << 20
 """Parameters are sent from rank 0 in pieces of about this size."""
 
 
-class DDP:
+class DDP(Strategy):
     """Each process holds the whole model; gradients are averaged during backward."""
 
-    def __init__(self, topology: Topology, group: Group, options: DistributedDataParallelKwargs) -> None:
-        self._topology = topology
-        self._group = group
-        self._options = options
+    def __init__(self, topology: Topology, group: Group, settings: Settings) -> None:
+        super().__init__(topology, group)
+        self._options = options = settings.handler(DistributedDataParallelKwargs)
         self._wrapped: WeakSet[Replica] = WeakSet()
         self._reductions = Reductions(group)
         # DDP's exchange of used parameters may be pending in what a failed backward left: that then holds the group's
         # last reference, and its end would wait for threads that wait for the GIL.
         group.keeps_old_groups = group.keeps_old_groups or options.find_unused_parameters
+
+    @classmethod
+    def reason(cls, topology: Topology) -> str:
+        """What it does and why it is chosen for such a job, in a line."""
+        return f"{topology.world_size} processes, so DDP averages gradients over {topology.backend}"
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Called on: all ranks. The model, with rank 0's weights, averaging its gradients over all ranks."""
@@ -61,6 +68,7 @@ class DDP:
         if isinstance(model, DistributedDataParallel) or not any(item.requires_grad for item in model.parameters()):
             self._reductions.add_other(model)
             return model
+        _refuse_sharded(model)
         _check_same_model(self._group, model)
         options = self._options
         on_host = self._topology.device.type == "cpu"
@@ -416,6 +424,18 @@ def _compression(group: Group, options: DistributedDataParallelKwargs) -> tuple[
 
 
 # --- one model on all ranks --------------------------------------------------------------------------------------
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """Raise for a model that is divided between the ranks already: torch would mix its tensors with plain ones."""
+    tensor = sys.modules.get("torch.distributed.tensor")  # nobody has such a parameter who has not loaded it
+    sharded = [name for name, item in model.named_parameters() if tensor and isinstance(item, tensor.DTensor)]
+    if sharded:
+        raise UsageError(
+            f"prepare() got a {type(model).__name__} that is sharded already: {sharded[0]} is a DTensor, as "
+            "fully_shard and parallelize_module make them. This release trains models that each process holds whole: "
+            "pass the model before it is sharded, or train it without prepare()."
+        )
 
 
 def _check_same_model(group: Group, model: nn.Module) -> None:

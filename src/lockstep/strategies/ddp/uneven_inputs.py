@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,22 +29,13 @@ from lockstep.comm.objects import all_objects, broadcast_object_list
 from lockstep.comm.tensors import broadcast_leaves
 from lockstep.errors import PeerFailure, UsageError
 from lockstep.process_group.group import Group
+from lockstep.strategies.base import RemembersUpdates
 from lockstep.torch_internals import ddp
 
 if TYPE_CHECKING:
     from lockstep.optim.accumulation import Accumulation
 
 _DOING = "training on uneven inputs"
-
-
-class RemembersUpdates(Protocol):
-    """What remembers past updates: an optimizer, a scheduler, a loss scale."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What it remembers."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember this instead."""
 
 
 @contextmanager
