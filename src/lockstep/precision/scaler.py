@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.handlers import GradScalerKwargs
-from lockstep.torch_internals.amp import forget_optimizers, has_scaled_gradients
+from lockstep.torch_internals.amp import forget_optimizers, has_scaled_gradients, overflow_flags
 
 
 class LossScaler:
@@ -72,7 +72,7 @@ class LossScaler:
         self._watched[optimizer] = False
         if self._any_rank is not None:
             self.unscale(optimizer)
-            found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+            found = overflow_flags(self._scaler, optimizer)
             overflowed = self._any_rank(any(bool(flag.item()) for flag in found))
             for flag in found:
                 flag.fill_(float(overflowed))

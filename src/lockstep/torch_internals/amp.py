@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 
 
@@ -13,6 +14,15 @@ def has_scaled_gradients(scaler: GradScaler, optimizer: torch.optim.Optimizer) -
     a second call from its other errors by their words.
     """
     return bool(scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY)
+
+
+def overflow_flags(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """After ``unscale_``: a flag for each device, not zero where a gradient is not finite; ``step`` goes by them.
+
+    Needs ``GradScaler._per_optimizer_states``; 2.9 to 2.13. Without it: ranks that have parts of the gradients each
+    could not drop an update together.
+    """
+    return list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
 
 
 def forget_optimizers(scaler: GradScaler) -> None:
