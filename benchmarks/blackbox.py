@@ -96,7 +96,7 @@ def hot(box: Box, meeting: Box, room: Callable[..., None], path: Path) -> None:
         "the same, compared with 1 peer": lambda: room(meeting, "gather", key),
         "the same with no box": lambda: room(NoBox(), "gather", key),
         "phase": lambda: box.phase("forward"),
-        "pace": lambda: box.pace(0.1, 0.1, 0.1, 0.1, 0.1),
+        "pace": lambda: box.pace(0.1, 0.1, 0.1, 0.1, 0.1, 0.1),
     }
     for name, work in rows.items():
         print(f"  {best(work):6.2f}  {name}")
@@ -197,7 +197,7 @@ def main() -> None:
         folder = Path(name)
         box, peer = make_box(folder, 0), make_box(folder, 1)
         meeting = make_box(folder, 2)  # one that compares, next to the one that does not
-        meeting.compare_with(Peers(folder, 2, [1, 2]), lambda number, rank: None)
+        meeting.compare_with(Peers(folder, 2, [1, 2]), lambda name, number, rank: None)
         names = load()
         hot(box, meeting, names["room"], folder / "rank_0.box")
         in_step(box, meeting, names, arguments.pairs)
