@@ -69,6 +69,7 @@ bench: $(VENV)/.installed-bench   ## time training steps and loaders next to raw
 	$(RANKS2) benchmarks/data.py
 	$(PY) benchmarks/launch.py
 	$(PY) benchmarks/weights.py
+	$(PY) benchmarks/offload.py
 
 clean:   ## remove caches and build output (.venv stays)
 	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache src/*.egg-info
