@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.tracking.built_in import BuiltInTracker
 from lockstep.tracking.failures import guarded
 from lockstep.tracking.general import on_main_process
-from lockstep.tracking.values import scalars
+from lockstep.tracking.values import report_left_out, scalars
 
 
 class AimTracker(BuiltInTracker):
@@ -45,7 +45,10 @@ class AimTracker(BuiltInTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Numbers, and whatever else ``run.track`` takes."""
         for key, value in scalars(values).items():
-            self.writer.track(value, name=key, step=step, **kwargs)
+            if value is None or isinstance(value, str):
+                report_left_out(self.name, key, value, "numbers and its own objects")
+            else:
+                self.writer.track(value, name=key, step=step, **kwargs)
 
     @guarded
     def log_images(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from lockstep.tracking.built_in import BuiltInTracker
@@ -15,6 +17,7 @@ class ProjectRunTracker(BuiltInTracker):
     """A run of the project ``run_name``; further arguments are those of the library's ``init``."""
 
     main_process_only = False
+    _config_kwargs: Mapping[str, Any] = MappingProxyType({"allow_val_change": True})
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
@@ -36,7 +39,7 @@ class ProjectRunTracker(BuiltInTracker):
     @guarded
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """The run's config."""
-        self._library.config.update(values, allow_val_change=True)
+        self._library.config.update(values, **self._config_kwargs)
 
     @guarded
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
