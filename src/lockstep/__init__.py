@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from lockstep.offload.empty_weights import init_empty_weights, init_on_device
     from lockstep.progress import tqdm
     from lockstep.state import AcceleratorState, GradientState, PartialState
+    from lockstep.training.local_sgd import LocalSGD
 
 __version__ = "0.1.0.dev0"
 
@@ -91,6 +92,7 @@ _PLACES = {
     "lockstep.offload.dispatch": ("cpu_offload", "disk_offload", "dispatch_model", "load_checkpoint_and_dispatch"),
     "lockstep.offload.empty_weights": ("init_empty_weights", "init_on_device"),
     "lockstep.progress": ("tqdm",),
+    "lockstep.training.local_sgd": ("LocalSGD",),
     "lockstep.state": ("AcceleratorState", "GradientState", "PartialState"),
 }
 _HOME = {name: place for place, names in _PLACES.items() for name in names}
@@ -111,6 +113,7 @@ __all__ = [
     "GradientAccumulationPlugin",
     "GradientState",
     "InitProcessGroupKwargs",
+    "LocalSGD",
     "LockstepError",
     "NotYetError",
     "NumericsError",

@@ -20,11 +20,11 @@ TOP = """
 Accelerator AcceleratorState AutocastKwargs CheckpointError ConfigError DDPCommunicationHookType DataError
 DataLoaderConfiguration
 DistributedDataParallelKwargs DistributedOperationException DistributedType GradScalerKwargs
-GradientAccumulationPlugin GradientState InitProcessGroupKwargs LockstepError NotYetError NumericsError OutOfMemory
-PartialState PeerFailure ProfileKwargs ProjectConfiguration RankFailed TopologyError TorchDynamoPlugin UsageError
-__version__ cpu_offload cpu_offload_with_hook debug_launcher disk_offload dispatch_model find_executable_batch_size
-infer_auto_device_map init_empty_weights init_on_device load_checkpoint_and_dispatch load_checkpoint_in_model
-notebook_launcher set_seed
+GradientAccumulationPlugin GradientState InitProcessGroupKwargs LocalSGD LockstepError NotYetError NumericsError
+OutOfMemory PartialState PeerFailure ProfileKwargs ProjectConfiguration RankFailed TopologyError TorchDynamoPlugin
+UsageError __version__ cpu_offload cpu_offload_with_hook debug_launcher disk_offload dispatch_model
+find_executable_batch_size infer_auto_device_map init_empty_weights init_on_device load_checkpoint_and_dispatch
+load_checkpoint_in_model notebook_launcher set_seed
 skip_first_batches synchronize_rng_states tqdm
 """.split()  # noqa: SIM905
 
@@ -85,6 +85,7 @@ def test_utils() -> None:
     [
         "data_loader",
         "launchers",
+        "local_sgd",
         "optimizer",
         "scheduler",
         "utils.dataclasses",

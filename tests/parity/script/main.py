@@ -12,6 +12,7 @@ from pathlib import Path
 import collectives
 import data
 import facts
+import local_sgd
 import models
 import notes
 import trackers
@@ -31,6 +32,7 @@ def main() -> None:
         **data.scenarios(),
         **training.scenarios(options),
         **models.scenarios(),
+        **local_sgd.scenarios(),
         **trackers.scenarios(),
     }.items():
         seen[name] = notes.attempt(scenario)
