@@ -7,11 +7,12 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import lockstep
 import lockstep.utils
-from lockstep import errors
+from lockstep import codes, errors
 from lockstep.cli.parsers import every_parser
 from lockstep.config import env, file_keys
 from lockstep.config.launch import GROUPS, LaunchConfig
@@ -161,6 +162,39 @@ def exceptions() -> str:
     return f"```text\n{tree.strip()}\n```"
 
 
+# ---------------------------------------------------------------- codes
+
+_KINDS = {"LS1": "Exceptions", "LS2": "Failures of a job", "LS3": "Warnings"}
+
+
+def errors_page() -> str:
+    """The page docs/errors.md, which is kept: readers of the repository look codes up there."""
+    lines = [
+        "# Errors and warnings",
+        "",
+        "Messages end with a code. `lockstep explain CODE` prints its entry, `lockstep explain` all codes.",
+        "This page is made from `src/lockstep/codes.py` by `python docs/reference_tables.py`.",
+        "",
+        "| Code | Stands for |",
+        "|---|---|",
+        *(f"| [{code}](#{code.lower()}) | {entry.title} |" for code, entry in codes.ENTRIES.items()),
+    ]
+    for start, title in _KINDS.items():
+        lines += ["", f"## {title}"]
+        for code, entry in codes.ENTRIES.items():
+            if code.startswith(start):
+                lines += [
+                    "",
+                    f"### {code}",
+                    "",
+                    f"**{entry.title[:1].upper()}{entry.title[1:]}** (`{entry.source}`)",
+                    "",
+                ]
+                lines += [f"- What happened: {entry.happened}", f"- Why: {entry.why}", f"- What to do: {entry.fix}"]
+                lines += [f"- More: [{entry.page.partition('#')[0].removesuffix('.md')}]({entry.page})"]
+    return "\n".join(lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], Any]] = {
     "api": api,
     "commands": commands,
@@ -170,3 +204,7 @@ TABLES: dict[str, Callable[[], Any]] = {
     "exceptions": exceptions,
 }
 """Name in a page's comment `<!-- generated: NAME -->` -> what makes the text."""
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("errors.md").write_text(errors_page(), encoding="utf-8")

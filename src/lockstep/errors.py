@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import re
 
+from lockstep import codes
+
 TYPE_CHECKING = False  # as typing has it, which takes a while to load
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,6 +66,11 @@ def walk_chain(error: _Chained | None, *, suppressed: bool = False) -> Iterator[
 
 class LockstepError(Exception):
     """The root of all errors that Lockstep raises on purpose."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        code = next(code for kind in type(self).__mro__ if (code := codes.code_of(kind.__name__)))
+        self.__notes__ = [codes.cite(code)]  # Python prints notes below the message, from 3.11 on
 
 
 class ConfigError(LockstepError, ValueError):

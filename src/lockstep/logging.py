@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lockstep import current
+from lockstep import codes, current
 from lockstep.config import env, resolve
 from lockstep.errors import ConfigError
 from lockstep.job_store.signed_store import SignedStore, read_secret
@@ -123,6 +123,8 @@ class MultiProcessAdapter(_Adapter):
         caller, between = _caller()
         kwargs["stacklevel"] = kwargs.get("stacklevel", 2) - 1 + between  # Accelerate counts its own method as 1
         msg, passed = self.process(msg, kwargs)
+        if level >= logging.WARNING and (code := codes.code_of(self.logger.name)):
+            msg = f"{str(msg).rstrip()} [{code}]"
         _ensure_handler(self.logger)
         if main_process_only or not in_order or place.world_size == 1:
             self.logger.log(level, msg, *args, **passed)

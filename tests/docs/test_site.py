@@ -22,13 +22,18 @@ MARKER = re.compile(r"^<!-- generated: (\w+) -->$", re.M)
 
 
 @pytest.fixture(scope="module")
-def tables():
+def reference():
     spec = importlib.util.spec_from_file_location("reference_tables", DOCS / "reference_tables.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.TABLES
+    return module
+
+
+@pytest.fixture(scope="module")
+def tables(reference):
+    return reference.TABLES
 
 
 def test_every_page_has_one_place_in_the_navigation() -> None:
@@ -70,3 +75,8 @@ def test_the_settings_page_has_every_variable_with_its_meaning(tables) -> None:
 def test_the_tree_of_exceptions_is_whole(tables) -> None:
     kinds = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
     assert [name for name in kinds if name not in tables["exceptions"]()] == []
+
+
+def test_the_page_of_codes_is_the_one_that_the_table_gives(reference) -> None:
+    kept = (DOCS / "errors.md").read_text(encoding="utf-8")
+    assert kept == reference.errors_page(), "run: python docs/reference_tables.py"

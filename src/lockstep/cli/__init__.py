@@ -26,6 +26,7 @@ COMMANDS = {
     "numerics": "keep the numbers of a run, compare two runs, look at them as a heat map",
     "checkpoint": "list, verify or prune checkpoints",
     "slurm": "write a batch file for SLURM",
+    "explain": "print what an error or warning code means, such as LS1001",
     "estimate": "say what memory a model takes, before it is run",
 }
 """Subcommand -> what it does; each is the module of its name, with ``add_arguments`` and ``run``."""
