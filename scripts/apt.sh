@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What some tests need from the system: two kinds of MPI, an ssh server, a SLURM, tools to set up networks, a browser.
+# What some tests need from the system: two kinds of MPI, an ssh server, a SLURM, tools to set up networks, a browser, shells.
 # Does nothing when all is there. What cannot be installed here is named; the tests that need it then say that they were
 # skipped, and why.
 set -euo pipefail
 
 # A command that proves the package, and the package.
 needed="mpirun.openmpi:openmpi-bin mpirun.mpich:mpich ssh:openssh-client sshd:openssh-server ip:iproute2 nft:nftables
-  nsenter:util-linux srun:slurm-client slurmd:slurmd slurmctld:slurmctld munged:munge chromium:chromium"
+  nsenter:util-linux srun:slurm-client slurmd:slurmd slurmctld:slurmctld munged:munge chromium:chromium fish:fish zsh:zsh"
 PATH="$PATH:/usr/sbin:/sbin"
 
 missing() {

@@ -242,6 +242,14 @@ ENTRIES: dict[str, CodeEntry] = {
         "launch.md",
     ),
     # ---------------------------------------------------------------- warnings
+    "LS3000": CodeEntry(
+        "a warning of Lockstep",
+        "lockstep",
+        "The library logged a warning that has no code of its own.",
+        "See the message.",
+        "Read the message. If it is not clear, open an issue: an unclear message is a bug.",
+        "troubleshooting.md",
+    ),
     "LS3001": CodeEntry(
         "the run's settings do not fit together",
         "lockstep.run",
@@ -271,7 +279,7 @@ ENTRIES: dict[str, CodeEntry] = {
         "lockstep.checkpoint",
         "A checkpoint was skipped, is incomplete, or was written in another way than asked.",
         "An interrupted save, a damaged file, or a name that is in use.",
-        "`lockstep checkpoint list` and `verify` show the state of each checkpoint.",
+        "`lockstep checkpoint ls` and `verify` show the state of each checkpoint.",
         "checkpoints.md",
     ),
     "LS3005": CodeEntry(
@@ -304,6 +312,14 @@ ENTRIES: dict[str, CodeEntry] = {
         "A batch did not fit, and a smaller one is tried on all ranks.",
         "See LS2013.",
         "Nothing, if training continues. Start with the size that was found to save the attempts.",
+        "memory.md",
+    ),
+    "LS3009": CodeEntry(
+        "weights are placed in an unexpected way",
+        "lockstep.offload",
+        "A device map, an empty model or offloaded weights are not as asked for.",
+        "Memory limits that are too small, tied parameters that were divided, or modules that the map does not name.",
+        "Compare the names in the message with the device map.",
         "memory.md",
     ),
 }

@@ -67,10 +67,10 @@ def walk_chain(error: _Chained | None, *, suppressed: bool = False) -> Iterator[
 class LockstepError(Exception):
     """The root of all errors that Lockstep raises on purpose."""
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        code = next(code for kind in type(self).__mro__ if (code := codes.code_of(kind.__name__)))
-        self.__notes__ = [codes.cite(code)]  # Python prints notes below the message, from 3.11 on
+    @property
+    def code(self) -> str:
+        """Its code, such as LS1001: what ``lockstep explain`` takes. One of your own subclasses has its parent's."""
+        return next(code for kind in type(self).__mro__ if (code := codes.code_of(kind.__name__)))
 
 
 class ConfigError(LockstepError, ValueError):

@@ -107,7 +107,7 @@ def test_two_machines_with_one_number_are_told(two_machines: Machines, script: P
     ]
     for code, _, err in finish(started, two_machines):
         assert code == 2
-        assert "The machines call themselves 1, 1, and must be numbered 0 to 1" in err
+        assert "The nodes have --machine_rank 1, 1; expected 0 to 1" in err
 
 
 def test_a_machine_that_nobody_answers_says_where_it_looked(
@@ -124,9 +124,9 @@ def test_a_machine_that_nobody_answers_says_where_it_looked(
     )
     ((code, _, err),) = finish([started], two_machines)
     assert code == 2
-    assert "could not reach the meeting point 10.211.0.1:29621" in err
+    assert "could not reach the rendezvous endpoint 10.211.0.1:29621" in err
     # Before torch gives up, which by default takes a minute.
-    assert "nobody listens at 10.211.0.1:29621, the meeting point" in err
+    assert "rendezvous endpoint 10.211.0.1:29621 refused the connection" in err
     assert "trying on from 10.211.0.2 (eth0)" in err
 
 

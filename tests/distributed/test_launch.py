@@ -498,7 +498,7 @@ def test_arguments_reach_the_ranks_as_they_are(start: Start) -> None:
     assert job.lines == [str(list(args))] * 2
 
 
-def test_an_unknown_kind_of_meeting(start: Start) -> None:
+def test_an_unknown_rendezvous_backend(start: Start) -> None:
     job = start(*TWO, "--rdzv_backend", "nonsense", script="").wait(2)
     assert "--rdzv_backend nonsense" in job.err
     assert "Traceback" not in job.err

@@ -242,7 +242,7 @@ def test_mpirun_is_a_world_of_two(script: Path) -> None:
 # --- options of the process group --------------------------------------------------------------------------------
 
 
-def test_a_file_as_the_meeting_point(script: Path, tmp_path: Path) -> None:
+def test_a_file_as_the_rendezvous(script: Path, tmp_path: Path) -> None:
     ended = by_hand(script, "file", str(tmp_path / "meet"))
     for one in ended:
         check_quiet(one)

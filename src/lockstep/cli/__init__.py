@@ -10,24 +10,26 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from lockstep import __version__
+from lockstep.cli.help_format import HelpFormat
 from lockstep.errors import LockstepError
 from lockstep.rundir.printable import printable
 from lockstep.topology import standard_streams
 
 COMMANDS = {
-    "launch": "run a script on everything this machine, or several, have",
-    "config": "answer a few questions once, so that launch needs no flags",
-    "test": "check this set-up with a short real job",
-    "env": "say where this process would run, on what, and why",
-    "watch": "show what every rank of a job is doing, live",
-    "stacks": "print where every rank of a job is, down to the Python line",
-    "doctor": "find out whether this machine, its network and the cluster are fit to train",
-    "bundle": "put what a bug report needs into one zip, without secrets",
-    "numerics": "keep the numbers of a run, compare two runs, look at them as a heat map",
-    "checkpoint": "list, verify or prune checkpoints",
-    "slurm": "write a batch file for SLURM",
-    "explain": "print what an error or warning code means, such as LS1001",
-    "estimate": "say what memory a model takes, before it is run",
+    "launch": "start a training script on one node or several",
+    "config": "write the configuration file that launch reads",
+    "test": "check this setup with a short distributed job",
+    "env": "print versions, devices, limits and all settings with their source",
+    "watch": "show what each rank of a running job is doing",
+    "stacks": "print the Python stack of each rank",
+    "doctor": "check this machine, its network and the cluster",
+    "bundle": "collect what a bug report needs in a zip file, without secrets",
+    "numerics": "record the numbers of a run, compare runs, draw a heat map",
+    "checkpoint": "list, verify and prune checkpoints",
+    "slurm": "write an sbatch file for SLURM",
+    "explain": "explain the code of an error or a warning, such as LS1001",
+    "estimate": "estimate the memory that training a model takes",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 """Subcommand -> what it does; each is the module of its name, with ``add_arguments`` and ``run``."""
 
@@ -72,7 +74,9 @@ def make_parser(name: str) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = module.make_parser()
         return parser
     what = COMMANDS[name]
-    parser = argparse.ArgumentParser(prog=f"lockstep {name}", description=what[0].upper() + what[1:] + ".")
+    parser = argparse.ArgumentParser(
+        prog=f"lockstep {name}", description=what[0].upper() + what[1:] + ".", formatter_class=HelpFormat
+    )
     module.add_arguments(parser)
     return parser
 
@@ -81,12 +85,13 @@ def _general(words: Sequence[str]) -> int:
     """What ``lockstep`` does without a subcommand: help, version, or a list of what there is."""
     parser = argparse.ArgumentParser(
         prog="lockstep",
-        description="Train PyTorch models on one device or many.",
+        usage="lockstep COMMAND [options]",
+        description="Run PyTorch training scripts on one device or many. `lockstep COMMAND --help` lists the options.",
         epilog=list_names("commands", COMMANDS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
-    parser.add_argument("command", metavar="COMMAND", nargs="?", choices=list(COMMANDS), help="one of those below")
+    parser.add_argument("command", metavar="COMMAND", nargs="?", choices=list(COMMANDS), help=argparse.SUPPRESS)
     parser.parse_args(words)
     parser.print_help()
     return 0

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     output = arguments.output if arguments.output is not None else _fresh(directory)
     if output.exists():
-        raise ConfigError(f"{output} is there already. Name another file with --output, or remove it.")
+        raise ConfigError(f"{output} exists. Name another file with --output, or remove it.")
     if not arguments.json:
         print(_listing(parts, note, gone), flush=True)
     about = {"lockstep": __version__, "made": time.strftime("%Y-%m-%d %H:%M:%S %z"), **redactor.data(plain)}

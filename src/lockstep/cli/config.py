@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.cli.help_format import HelpFormat
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     default = actions.add_parser(
         "default",
-        help="ask nothing: use all of this machine",
-        description="Write the file without a question: a process per accelerator, else one on the CPU. A file that is "
-        "there already is left as it is.",
+        formatter_class=HelpFormat,
+        help="write a file for all accelerators of this node, without questions",
+        description="Write the file without a question: a process per accelerator, else one on the CPU. A file that "
+        "exists is not changed.",
     )
     # Suppressed: the default of the inner parser would hide a value that was given before the action's name.
     _add_file(default, default=argparse.SUPPRESS)
@@ -35,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mixed-precision",
         type=str.lower,
         choices=("no", "fp16", "bf16"),
-        help="precision of the forward pass (by default no)",
+        help="mixed precision mode (default: no)",
     )
     update = actions.add_parser(
         "update",
-        help="rewrite an old file with the keys of today",
-        description="Rewrite a file of an older version with the keys of today, and say what changed. "
-        "Comments are lost.",
+        formatter_class=HelpFormat,
+        help="convert an older file to the current keys",
+        description="Convert a file of an older version to the current keys, and list the changes. Comments are lost.",
     )
     _add_file(update, default=argparse.SUPPRESS)
 
@@ -52,7 +54,7 @@ def _add_file(parser: argparse.ArgumentParser, default: Any) -> None:
         "--config-file",
         metavar="FILE",
         default=default,
-        help="the file (by default the one that `lockstep launch` reads by itself)",
+        help="the file (default: the one that `lockstep launch` reads)",
     )
 
 
@@ -64,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _update(_place(arguments, existing=True))
     path = _place(arguments)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        print("There is no terminal to ask questions on; the defaults are taken where there is no file yet.")
+        print("No terminal for questions: the defaults are used, unless there is a file.")
         return _default(path, None)
     try:
         return _ask(path)
@@ -88,8 +90,9 @@ def _finish(path: Path) -> int:
 
     named = "" if path == file.default_path(env.snapshot()) else f"--config_file {path} "
     print(f"Written: {path}")
-    print(f"  lockstep test {named}".rstrip().ljust(34) + "  checks the set-up")
-    print(f"  lockstep launch {named}train.py".ljust(34) + "  starts your script with it")
+    print("\n".join(f"  {line}" for line in path.read_text(encoding="utf-8").splitlines()))
+    print(f"  lockstep test {named}".rstrip().ljust(34) + "  checks the setup")
+    print(f"  lockstep launch {named}train.py".ljust(34) + "  starts your script")
     return 0
 
 
@@ -103,10 +106,10 @@ def _default(path: Path, precision: str | None) -> int:
     if path.exists():
         if precision is not None and (there := file.read(path).values.get("mixed_precision", "no")) != precision:
             raise ConfigError(
-                f"--mixed_precision {precision} was not written: {path} is there already, and has "
+                f"--mixed_precision {precision} was not written: {path} exists, and has "
                 f"mixed_precision: {there}. Change it with `lockstep config`, or remove it first."
             )
-        print(f"The configuration file {path} is there already, and was left as it is. `lockstep config` changes it.")
+        print(f"The configuration file {path} exists and was not changed. `lockstep config` changes it.")
         return 0
     found = detect()
     write_basic(path, found, precision or "no")
@@ -132,7 +135,7 @@ def _update(path: Path) -> int:
 
 def _notes(old: ConfigFile) -> None:
     for key, why in old.ignored.items():
-        print(f"  {key} is not acted on: {why}")
+        print(f"  {key} has no effect: {why}")
     for sentence in old.refused:
         print(f"  {sentence}")
 
@@ -184,7 +187,7 @@ def _ask(path: Path) -> int:
     questions = Wizard()
     old = _existing(path, questions)
     if old is None:
-        print(f"{path} was left as it is.")
+        print(f"{path} was not changed.")
         return 1
     values, kind = answers(questions, old, detect())
     file.write(path, values, distributed_type=kind)
@@ -208,7 +211,7 @@ def _existing(path: Path, questions: Wizard) -> dict[str, Any] | None:
     if old.refused or old.ignored:
         _notes(old)
         # Sections of engines that are not built would be lost.
-        if not questions.yes("Replace this file, without what is named above?", default=False):
+        if not questions.yes("Replace this file, and drop the settings listed above?", default=False):
             return None
     return dict(old.values)
 
@@ -222,7 +225,7 @@ def answers(questions: Wizard, old: Mapping[str, Any], found: Detected) -> tuple
     usual = machines * (1 if on_cpu else max(found.count, 1))
     # What the old file says about processes is about the device that it says.
     before = values.get("num_processes") if old.get("cpu", on_cpu) == on_cpu else None
-    together = " (on all machines together)" if machines > 1 else ""
+    together = " (total of all nodes)" if machines > 1 else ""
     values["num_processes"] = questions.number(f"How many processes?{together}", before or usual, machines)
     values["multi_gpu"] = not on_cpu and values["num_processes"] > 1
     values["mixed_precision"] = questions.menu(
@@ -231,11 +234,11 @@ def answers(questions: Wizard, old: Mapping[str, Any], found: Detected) -> tuple
         values.get("mixed_precision", "no"),
     )
     debug = questions.yes(
-        "Debug mode? It checks every exchange between processes; recommended while developing.",
+        "Debug mode (checks every collective across ranks; recommended while developing)?",
         default=bool(values.get("debug")),
     )
     values["debug"] = (values.get("debug") or True) if debug else False
-    if questions.yes("More options (torch.compile, gradient accumulation, mpirun, CPU affinity)?", default=False):
+    if questions.yes("Set more options (torch.compile, gradient accumulation, mpirun, CPU affinity)?", default=False):
         _more(questions, values)
     values.pop("gpu_ids" if on_cpu else "mpirun_hostfile", None)
     return values, found.distributed_type if found.count and values["multi_gpu"] else None
@@ -244,35 +247,35 @@ def answers(questions: Wizard, old: Mapping[str, Any], found: Detected) -> tuple
 def _machines(questions: Wizard, values: dict[str, Any]) -> int:
     before = values.get("num_machines", 1)
     several = questions.menu(
-        "Where will it run?", {False: "on this machine", True: "on several machines"}, default=before > 1
+        "Where will training run?", {False: "on one node", True: "on several nodes"}, default=before > 1
     )
     if not several:
         for name in ("num_machines", "machine_rank", "main_process_ip", "main_process_port"):
             values.pop(name, None)
         return 1
-    machines = questions.number("How many machines?", max(before, 2), 2)
+    machines = questions.number("How many nodes?", max(before, 2), 2)
     values["num_machines"] = machines
     rank = min(values.get("machine_rank", 0), machines - 1)
     values["machine_rank"] = questions.number(
-        f"Which number has this one? (0 is the main one, then 1 to {machines - 1})", rank, 0, machines - 1
+        f"Rank of this node (0 is the main node; up to {machines - 1})?", rank, 0, machines - 1
     )
     values["main_process_ip"] = questions.text(
-        "Address of machine 0, as the others reach it?",
+        "IP address or host name of node 0, as the other nodes reach it?",
         values.get("main_process_ip", ""),
         lambda line: None if line and not line.split()[1:] else "A name or an address, such as 10.0.0.1",
     )
     values["main_process_port"] = questions.number(
-        "A free port on machine 0?", values.get("main_process_port") or 29500, 1, 65535
+        "Free port on node 0?", values.get("main_process_port") or 29500, 1, 65535
     )
     return machines
 
 
 def _device(questions: Wizard, values: Mapping[str, Any], found: Detected) -> bool:
-    accelerators = str(found) if found.count else "GPUs (none found on this machine)"
+    accelerators = str(found) if found.count else "GPU (none found on this node)"
     choices = {False: accelerators, True: "CPU only"}
     if not found.count:
         choices = dict(reversed(choices.items()))
-    return bool(questions.menu("On what?", choices, default=values.get("cpu", not found.count)))
+    return bool(questions.menu("Which hardware?", choices, default=values.get("cpu", not found.count)))
 
 
 def _more(questions: Wizard, values: dict[str, Any]) -> None:
@@ -280,22 +283,20 @@ def _more(questions: Wizard, values: dict[str, Any]) -> None:
 
     backends = ("NO", "INDUCTOR", *(name for name in DynamoBackend.list() if name not in ("NO", "INDUCTOR")))
     backend = questions.menu(
-        "Compile models with torch.compile?",
+        "torch.compile backend?",
         {name: "no" if name == "NO" else name.lower() for name in backends},
         values.get("dynamo_backend", "NO"),
     )
     values["dynamo_backend"] = None if backend == "NO" else backend
-    steps = questions.number(
-        "Micro-batches per update (gradient accumulation)?", values.get("gradient_accumulation_steps", 1), 1
-    )
+    steps = questions.number("Gradient accumulation steps?", values.get("gradient_accumulation_steps", 1), 1)
     values["gradient_accumulation_steps"] = steps if steps > 1 else None
     if values["cpu"]:
         hosts = questions.text(
-            "Host file, to start by mpirun? (empty: do not)",
+            "Hostfile for mpirun (empty: do not use mpirun)?",
             values.get("mpirun_hostfile", ""),
-            lambda line: None if not line or Path(line).expanduser().is_file() else "There is no such file",
+            lambda line: None if not line or Path(line).expanduser().is_file() else "No such file",
         )
         values["mpirun_hostfile"] = hosts or None
     values["enable_cpu_affinity"] = questions.yes(
-        "Tie each process to the CPU cores near its device?", default=bool(values.get("enable_cpu_affinity"))
+        "Bind each process to the CPU cores near its device?", default=bool(values.get("enable_cpu_affinity"))
     )

@@ -8,22 +8,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.cli import list_names
+from lockstep.cli.help_format import HelpFormat
 
 RAW = True
 """The command line is handed over as it is: each part of the doctor has options of its own."""
 
 PARTS: dict[str, tuple[str, str]] = {
-    "net": ("lockstep.cli.doctor_net", "how well the ranks of a job talk to each other, pair by pair"),
-    "mpi": ("lockstep.cli.doctor_mpi", "whether mpirun can start a job on the machines of a host file"),
+    "net": ("lockstep.cli.doctor_net", "test connections and collectives between all pairs of ranks"),
+    "mpi": ("lockstep.cli.doctor_mpi", "check that mpirun can start a job on the hosts of a hostfile"),
     "nccl": (
         "lockstep.cli.doctor_nccl",
-        "what NCCL's logs say, in words: what it chose, what failed first, what to do",
+        "read NCCL's logs: what it selected, what failed first, what to do",
     ),
 }
 """Part -> its module, with ``add_arguments`` and ``run``, and what it looks at."""
 _MACHINE = (
     "lockstep.cli.doctor_machine",
-    "Find out whether this machine, its network and the cluster are fit to train",
+    "check this machine, its network and the cluster",
 )
 
 
@@ -39,14 +40,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def make_parser(part: str | None = None) -> argparse.ArgumentParser:
-    """The options of one part, or of the machine's own checks."""
+    """The options of one part, or of the node's own checks."""
     _, what = _MACHINE if part is None else PARTS[part]
     parser = argparse.ArgumentParser(
         prog="lockstep doctor" if part is None else f"lockstep doctor {part}",
         usage="lockstep doctor [options]\n       lockstep doctor PART [options]" if part is None else None,
         description=what[0].upper() + what[1:] + ".",
         epilog=list_names("parts", {name: text for name, (_, text) in PARTS.items()}) if part is None else None,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormat,
     )
     _module(part).add_arguments(parser)
     return parser

@@ -1,4 +1,4 @@
-"""``lockstep doctor``: the checks of this machine, and, under a launcher, what its machines must have in common."""
+"""``lockstep doctor``: the checks of this machine, and, under a launcher, what its nodes must have in common."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from lockstep.doctor.checks import CHECKS
 from lockstep.doctor.context import DoctorContext
 from lockstep.doctor.finding import Finding, exit_code, to_json
 from lockstep.doctor.run import run_checks
-from lockstep.rundir.printable import printable
 from lockstep.topology import environments
 
 if TYPE_CHECKING:
@@ -26,36 +25,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        "--folder", type=Path, default=Path(), metavar="DIR", help="where checkpoints go (default: the current folder)"
+        "--folder",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="folder for checkpoints (default: the working directory)",
     )
     parser.add_argument(
         "--script",
         type=Path,
         metavar="FILE",
-        help="under a launcher: a script that must be the same on every machine",
+        help="under a launcher: a script that must be the same on every node",
     )
     parser.add_argument(
         "--config_file",
         "--config-file",
         metavar="FILE",
-        help="the configuration file that says where machines meet, instead of the one in its usual place",
+        help="configuration file with the rendezvous endpoint, instead of the default one",
     )
     parser.add_argument(
-        "--main_process_ip", "--main-process-ip", metavar="HOST", help="where machines meet, to look at the way there"
+        "--main_process_ip", "--main-process-ip", metavar="HOST", help="address of node 0, to test the connection to it"
     )
     parser.add_argument(
-        "--main_process_port", "--main-process-port", type=int, metavar="PORT", help="the port they meet at (29500)"
+        "--main_process_port",
+        "--main-process-port",
+        type=int,
+        metavar="PORT",
+        help="port of the rendezvous (default: 29500)",
     )
+    parser.add_argument("--num_machines", "--num-machines", type=int, metavar="N", help="number of nodes of the job")
     parser.add_argument(
-        "--num_machines", "--num-machines", type=int, metavar="N", help="machines that the job will have"
-    )
-    parser.add_argument(
-        "--num_processes", "--num-processes", type=int, metavar="N", help="processes of the job on all machines"
+        "--num_processes", "--num-processes", type=int, metavar="N", help="number of processes of the job on all nodes"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, and print; 1 when something is in error."""
+    """Run the checks and print; 1 when one found an error."""
     environ = env.snapshot()
     place = environments.find(environ)
     if place.launcher == "none":
@@ -63,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(json.dumps(to_json(findings), indent=2))
         else:
-            print(printable("\n".join([*table.lines(findings), table.summary(findings)])))
+            table.show(findings)
         return exit_code(findings)
     findings = []
     if place.local_rank == 0:

@@ -1,4 +1,4 @@
-"""``lockstep doctor mpi --hostfile FILE``: can mpirun start a job on these machines, and what to do where it cannot."""
+"""``lockstep doctor mpi --hostfile FILE``: can mpirun start a job on these nodes, and what to do where it cannot."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mpirun_hostfile",
         required=True,
         metavar="FILE",
-        help="the machines, one on a line: node1, node1 slots=2 (Open MPI) or node1:2 (MPICH, Intel MPI)",
+        help="the nodes, one on a line: node1, node1 slots=2 (Open MPI) or node1:2 (MPICH, Intel MPI)",
     )
     parser.add_argument(
-        "--all_pairs", "--all-pairs", action="store_true", help="also try ssh from every machine to every other"
+        "--all_pairs", "--all-pairs", action="store_true", help="also try ssh from every node to every other"
     )
     parser.add_argument(
         "--ssh", metavar="PROGRAM", help="what to call instead of ssh (default: what mpirun is told to call)"
@@ -44,5 +44,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(to_json(findings), indent=2))
     else:
-        print(printable("\n".join([*table.lines(findings), table.summary(findings)])))
+        table.show(findings)
     return exit_code(findings)

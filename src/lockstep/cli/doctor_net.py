@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also measure send and receive of the process group by pair; on GPUs this is always done",
     )
-    parser.add_argument("--script", type=Path, metavar="FILE", help="a script that must be the same on every machine")
+    parser.add_argument("--script", type=Path, metavar="FILE", help="a script that must be the same on every node")
     alone = parser.add_argument_group("when no launcher has started this")
     alone.add_argument(
         "--num_processes", "--num-processes", type=int, metavar="N", help="ranks to start here (one per GPU, or 2)"

@@ -1,4 +1,4 @@
-"""``lockstep env``: what a bug report needs to say about a machine and its settings, each value with its reason.
+"""``lockstep env``: what a bug report needs to say about a node and its settings, each value with its reason.
 
 Every part is looked up by itself, under a time limit: one that fails or gives no answer says so in its own line, and
 the rest is still printed.
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config_file",
         "--config-file",
         metavar="FILE",
-        help="the configuration file to look at, instead of the one in its usual place",
+        help="configuration file, instead of the default one",
     )
 
 
@@ -355,8 +355,8 @@ def _host_name() -> Fact:
     found = _within(_QUICK, lambda: socket.gethostbyname(name))
     if isinstance(found, Exception):
         return Fact(value=name, reason=f"has no address: {_words(found)}")
-    # Processes that meet under such a name on several machines each wait for themselves.
-    loop = ", itself only: other machines cannot use this name" if found.startswith("127.") else ""
+    # Processes that meet under such a name on several nodes each wait for themselves.
+    loop = ", itself only: other nodes cannot use this name" if found.startswith("127.") else ""
     return Fact(value=name, reason=f"resolves to {found}{loop}")
 
 

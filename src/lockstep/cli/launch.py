@@ -1,4 +1,4 @@
-"""``lockstep launch [options] script.py args…``: run a script on everything this machine, or several, have."""
+"""``lockstep launch [options] script.py args…``: run a script on one node or several."""
 
 from __future__ import annotations
 
@@ -55,25 +55,25 @@ _REFUSED_SWITCHES = (
 """Those of them that take no value: what follows is not theirs."""
 
 _TORCHRUN = {
-    "nproc_per_node": "Torchrun's --nproc_per_node is --num_processes here, which counts those of all machines.",
+    "nproc_per_node": "Torchrun's --nproc_per_node is --num_processes here, the total of all nodes.",
     "nnodes": "Torchrun's --nnodes is --num_machines here.",
     "node_rank": "Torchrun's --node_rank is --machine_rank here.",
     "master_addr": "Torchrun's --master_addr is --main_process_ip here.",
     "master_port": "Torchrun's --master_port is --main_process_port here.",
-    "redirects": "Torchrun's --redirects is not needed here: output is always kept, where --log_dir says.",
-    "standalone": "Torchrun's --standalone is not needed here: one machine is the default.",
+    "redirects": "Torchrun's --redirects is not needed here: output is always kept, in --log_dir.",
+    "standalone": "Torchrun's --standalone is not needed here: one node is the default.",
 }
 """What torchrun calls it -> how to say it here."""
 
 _DEBUG_TOOLS = ("underflow_overflow", "collectives")
 
 _OWN = {
-    "config_file": ("FILE", "take options from this file instead of the default one"),
-    "module": (None, "run a module, as `python -m` does"),
-    "no_python": (None, "run a program, not a Python script"),
-    "dry_run": (None, "print what would be started, and where each value came from; start nothing"),
-    "json": (None, "with --dry-run: as JSON"),
-    "help": (None, "show this help; with other flags, only the groups they belong to"),
+    "config_file": ("FILE", "configuration file, instead of the default one"),
+    "module": (None, "run a module, like python -m"),
+    "no_python": (None, "run an executable, not a Python script"),
+    "dry_run": (None, "print what would be started and the source of each setting, and exit"),
+    "json": (None, "with --dry_run: print JSON"),
+    "help": (None, "print this help; with other flags, only their groups"),
 }
 _SHORT = {"-m": "module", "-h": "help"}
 
@@ -99,7 +99,7 @@ def _carry_out(given: Given) -> int:
     from_file, file_name, refused, ignored = _read_file(given.own.get("config_file"), environ)
     options = resolve_launch(given.flags, environ, from_file, file_name)
     plan = make_plan(options, given.target(), environ, refused=[*given.problems, *refused], given=given.tokens)
-    passed_over = [f"{file_name}: {key} is not acted on: {why}" for key, why in ignored.items()]
+    passed_over = [f"{file_name}: {key} has no effect: {why}" for key, why in ignored.items()]
     plan = replace(plan, notes=(*passed_over, *plan.notes))
     if "dry_run" in given.own:
         print(json.dumps(plan.to_dict(), indent=2) if "json" in given.own else _show(plan))
@@ -142,7 +142,7 @@ class Given:
         from lockstep.launch.plan import LaunchTarget
 
         if "json" in self.own and "dry_run" not in self.own:
-            self.problems.append("--json is a form of what --dry_run prints. Add --dry_run, or leave --json out.")
+            self.problems.append("--json needs --dry_run. Add --dry_run, or leave --json out.")
         if "module" in self.own and "no_python" in self.own:
             self.problems.append("-m and --no_python contradict each other: a module is run by Python.")
         if not self.rest:
@@ -287,7 +287,7 @@ def make_parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
         prog="lockstep launch",
         usage="lockstep launch [options] script.py [arguments of the script]\n"
         "       lockstep launch [options] -m module [arguments]",
-        description="Run a script on everything this machine has. Every flag is also accepted with - instead of _.",
+        description="Run a script on this node or on several. Flags may be spelled with - or _.",
         add_help=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
     )
@@ -310,7 +310,9 @@ def make_parser(named: Sequence[str] = ()) -> argparse.ArgumentParser:
             if meta["group"] == group:
                 letters = [meta["short"]] if "short" in meta else []
                 metavar = None if meta["kind"] is bool or name == "debug" else meta["metavar"]
-                _add(section, [*letters, f"--{name}"], meta["help"], metavar, meta.get("choices"))
+                _add(
+                    section, [*letters, f"--{name}"], meta["help"], metavar, meta.get("offered") or meta.get("choices")
+                )
         if group == "paradigm":
             for start in ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config", "tpu"):
                 _add(section, [f"--{start}"], f"{_REFUSED[start]}: not supported yet", None, None)
@@ -327,28 +329,28 @@ def _add(group: Any, names: list[str], text: str, metavar: str | None, choices: 
 def _show(plan: Any) -> str:
     lines = [
         f"{_KINDS[plan.kind]}: {plan.processes} process{'es' if plan.processes > 1 else ''}"
-        + (f" on {plan.machines} machines, {plan.per_machine} here" if plan.machines > 1 else ""),
+        + (f" on {plan.machines} nodes, {plan.per_machine} on this one" if plan.machines > 1 else ""),
         f"  command      {shlex.join(plan.argv)}",
     ]
     if plan.kind == "agent":
-        number = "by the meeting" if plan.machine_rank is None and plan.machines > 1 else plan.machine_rank or 0
-        lines.append(
-            f"  meeting      {plan.rdzv_backend} at {plan.endpoint}, this machine is {plan.address}, number {number}"
-        )
+        assigned = plan.machine_rank is None and plan.machines > 1
+        rank = "assigned by the rendezvous" if assigned else plan.machine_rank or 0
+        lines.append(f"  rendezvous   {plan.rdzv_backend}, endpoint {plan.endpoint}")
+        lines.append(f"  this node    {plan.address}, node rank {rank}")
     lines += [f"  environment  {name}={value}" for name, value in plan.env.items()]
     said = {name: found for name, found in plan.options.items() if found.value is not None}
     width = max((len(name) for name in plan.options), default=0)
-    lines.append("Options, and where they came from:")
+    lines.append("Options, and the source of each:")
     lines += [f"  {name:<{width}}  {found.value}  ({found.source})" for name, found in said.items()]
     rest = ", ".join(name for name in plan.options if name not in said)
-    lines.append(f"  by default: {rest}")
+    lines.append(f"  default: {rest}")
     lines += [f"Note: {note}" for note in plan.notes]
     return "\n".join(lines)
 
 
 _KINDS = {
-    "alone": "One process, without a group",
-    "agent": "Torch's elastic agent",
+    "alone": "One process, without a process group",
+    "agent": "torch.distributed elastic agent",
     "mpirun": "mpirun",
     "srun": "srun, one agent on each node",
 }

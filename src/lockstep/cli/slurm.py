@@ -76,13 +76,13 @@ class Batch:
 
 
 DIRECTIVES = {
-    "time": ("LIMIT", "the longest the job may take, such as 2:00:00 or 1-12"),
-    "partition": ("NAME", "the partition (queue) to wait in"),
-    "account": ("NAME", "whom to charge"),
+    "time": ("LIMIT", "time limit of the job, such as 2:00:00 or 1-12"),
+    "partition": ("NAME", "partition (queue)"),
+    "account": ("NAME", "account to charge"),
     "qos": ("NAME", "quality of service"),
     "mem": ("SIZE", "memory on each node, such as 64G"),
     "job_name": ("NAME", "the job's name (default: the script's)"),
-    "output": ("FILE", "where the job's output goes (default: <job name>-<job number>.out)"),
+    "output": ("FILE", "file for the job's output (default: <job name>-<job number>.out)"),
 }
 """Options of sbatch that go into the file as they are: what their value is called, and help."""
 
@@ -94,10 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(*spellings(flag), type=int, metavar="N", default=default, help=text)
 
     parser.usage = "lockstep slurm [options] script.py [arguments of the script]"
-    number("nodes", "machines (default: 1)", 1)
-    number("gpus_per_node", "GPUs to ask for on each machine; one process is started for each")
-    number("processes_per_node", "processes on each machine, where there is not one per GPU")
-    number("cpus_per_node", "cores to ask for on each machine")
+    number("nodes", "nodes (default: 1)", 1)
+    number("gpus_per_node", "GPUs to ask for on each node; one process is started for each")
+    number("processes_per_node", "processes on each node, where there is not one per GPU")
+    number("cpus_per_node", "cores to ask for on each node")
     parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     for name, (metavar, text) in DIRECTIVES.items():
         parser.add_argument(*spellings(name), metavar=metavar, help=text)
@@ -109,8 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--launch", default="", metavar="OPTIONS", help='options of lockstep launch, as one text: --launch="--debug"'
     )
     parser.add_argument("--file", default="train.sbatch", metavar="FILE", help="the file to write (train.sbatch)")
-    parser.add_argument("--force", action="store_true", help="write it even if it is there already")
-    parser.add_argument("--submit", action="store_true", help="hand it to sbatch")
+    parser.add_argument("--force", action="store_true", help="overwrite the file if it exists")
+    parser.add_argument("--submit", action="store_true", help="submit it with sbatch")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module's name")
     parser.add_argument("script", help="the training script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
         return subprocess.run(["sbatch", str(path)], check=False).returncode
     except OSError as error:
         raise ConfigError(
-            f"--submit: sbatch cannot be run ({error.strerror}). Submit {path} on a machine that has SLURM's commands."
+            f"--submit: sbatch cannot be run ({error.strerror}). Submit {path} on a node that has SLURM's commands."
         ) from None
 
 
@@ -187,7 +187,7 @@ def _problems(arguments: argparse.Namespace, path: Path) -> Iterator[str]:
     if arguments.cpu and arguments.gpus_per_node:
         yield f"--cpu and --gpus-per-node {arguments.gpus_per_node} contradict each other. Give one of them."
     if path.exists() and not arguments.force:
-        yield f"{path} is there already. Add --force to write it anew, or choose another with --file."
+        yield f"{path} exists. Add --force to overwrite it, or name another file with --file."
     yield from _problems_with_texts(arguments)
 
 

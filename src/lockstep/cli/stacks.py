@@ -139,7 +139,7 @@ def refusal(directory: RunDirectory, box: Snapshot) -> str:
     header = read.read_header(box_path(directory.boxes, box.rank))
     if header is not None and header.pid == box.pid:
         if header.machine != layout.this_machine():
-            return f"no stack: it is on another machine; run `lockstep stacks` on {box.host or 'that one'}"
+            return f"no stack: it is on another node; run `lockstep stacks` on {box.host or 'that one'}"
         if not processes.find_process(box.pid, header.started).alive:
             return "no stack: the process has ended"
     if not _listens(box.pid, directory.stack(box.rank)):

@@ -13,12 +13,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config_file",
         "--config-file",
         metavar="FILE",
-        help="the configuration file to start with, instead of the one in its usual place",
+        help="configuration file, instead of the default one",
     )
     parser.add_argument(
-        "--num_processes", "--num-processes", metavar="N", help="processes on all machines together", type=int
+        "--num_processes", "--num-processes", metavar="N", help="total number of processes on all nodes", type=int
     )
-    parser.add_argument("--cpu", action="store_true", help="use the CPU even where there are accelerators")
+    parser.add_argument("--cpu", action="store_true", help="run on the CPU, even if there are accelerators")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
 
 

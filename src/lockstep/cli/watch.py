@@ -94,7 +94,7 @@ def read_ranks(directory: RunDirectory) -> list[Snapshot]:
     boxes = together(read.read_all(directory.boxes))
     here = os.uname().nodename
     return [
-        # Clocks of two machines have nothing in common: there, "now" is when its own reporter last looked up.
+        # Clocks of two nodes have nothing in common: there, "now" is when its own reporter last looked up.
         stack_note.merged(
             box if box.host == here else replace(box, now=box.beat), stack_note.place(directory.boxes, box.rank)
         )
@@ -219,9 +219,7 @@ def absent(boxes: Sequence[Snapshot]) -> str:
     if not without:
         return ""
     named = name_ranks(without, 8)
-    return (
-        f"{named[0].upper()}{named[1:]}: no black box here; not started yet, or on machines with a disk of their own."
-    )
+    return f"{named[0].upper()}{named[1:]}: no black box here; not started yet, or on nodes with a disk of their own."
 
 
 def render(directory: RunDirectory, found: Sequence[RankRow], note: str = "") -> RenderableType:
@@ -301,5 +299,5 @@ def _follow(directory: RunDirectory) -> None:
 
 
 def _is_there(box: Snapshot) -> bool:
-    """Whether a rank may still do something; of another machine's process it is only known how it left the job."""
+    """Whether a rank may still do something; of another node's process it is only known how it left the job."""
     return box.alive and not (box.closed and box.host != os.uname().nodename)

@@ -252,7 +252,7 @@ class DataLoaderConfiguration(Options):
     split_batches: bool = False
     """Whether the loader's batch is cut between ranks (True), or is each rank's own size (False)."""
     dispatch_batches: bool | None = None
-    """Whether rank 0 reads for all. None: for iterable data sets, whose stream may differ between ranks."""
+    """Whether rank 0 reads for all. None: for iterable datasets, whose stream may differ between ranks."""
     even_batches: bool = True
     """Whether samples are repeated at the end so that all ranks get equally many batches."""
     use_seedable_sampler: bool = False
@@ -262,7 +262,7 @@ class DataLoaderConfiguration(Options):
     non_blocking: bool = False
     """Whether batches are copied to the device without waiting (useful with pinned memory)."""
     use_stateful_dataloader: bool = False
-    """Whether torchdata's StatefulDataLoader reads, which also keeps an iterable data set's own state."""
+    """Whether torchdata's StatefulDataLoader reads, which also keeps an iterable dataset's own state."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -288,7 +288,7 @@ class ProjectConfiguration:
     iteration: int = 0
     """The number of the next checkpoint."""
     save_on_each_node: bool = False
-    """Whether each machine writes the files it has in common with the others."""
+    """Whether each node writes the files it has in common with the others."""
 
     def __post_init__(self) -> None:
         self.set_directories(self.project_dir)

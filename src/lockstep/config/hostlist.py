@@ -9,7 +9,7 @@ from lockstep.config import host_name
 from lockstep.errors import TopologyError
 
 MOST_HOSTS = 65536
-"""More machines than SLURM manages; a longer list is a mistake, and must not fill the memory."""
+"""More nodes than SLURM manages; a longer list is a mistake, and must not fill the memory."""
 
 _PIECE = re.compile(r"\[(?P<numbers>[^\[\]]*)\]|(?P<letters>[^\[\],\s]+)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")

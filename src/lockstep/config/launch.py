@@ -16,13 +16,13 @@ from lockstep.config.resolve import Resolved
 from lockstep.errors import ConfigError
 
 GROUPS = {
-    "hardware": "What to run on",
-    "resources": "How many processes, on how much",
+    "hardware": "Hardware",
+    "resources": "Processes and resources",
     "precision": "Precision and compilation",
-    "debug": "Finding out what goes wrong",
-    "network": "Several machines, and how processes meet",
-    "output": "What is shown and kept",
-    "paradigm": "Engines that are not built yet; each is refused with the reason",
+    "debug": "Debugging",
+    "network": "Nodes and rendezvous",
+    "output": "Output",
+    "paradigm": "Not supported yet; each is refused with the reason",
 }
 """Group of flags -> its heading in the help."""
 
@@ -30,6 +30,7 @@ RELATED = {"multi_gpu": ("hardware", "resources", "network"), "cpu": ("hardware"
 """A flag that, given with ``-h``, shows more groups than its own."""
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
+"""What Accelerate knows; fp8 is refused with the reason, and not offered."""
 
 
 def _option(group: str, text: str, *, kind: type = str, metavar: str | None = None, **more: Any) -> Any:
@@ -40,34 +41,37 @@ def _option(group: str, text: str, *, kind: type = str, metavar: str | None = No
 class LaunchConfig:
     """Everything ``lockstep launch`` can be told, by flag, variable or file."""
 
-    cpu: bool | None = _option("hardware", "use the CPU even where there are accelerators", kind=bool, setting="cpu")
+    cpu: bool | None = _option("hardware", "train on the CPU, even if there are accelerators", kind=bool, setting="cpu")
     multi_gpu: bool | None = _option(
-        "hardware", "use the accelerators of this machine; refuses where there is none", kind=bool
+        "hardware", "use the accelerators of this node; an error if there are none", kind=bool
     )
-    gpu_ids: str | None = _option("hardware", "which accelerators, by number: 0,2 (or all)", metavar="IDS")
+    gpu_ids: str | None = _option("hardware", "accelerators to use, by index: 0,2 (or all)", metavar="IDS")
 
     num_processes: int | None = _option(
         "resources",
-        "processes on all machines together; by default one per accelerator, else one",
+        "total number of processes on all nodes; default: one per accelerator, else one",
         kind=int,
         metavar="N",
     )
-    num_machines: int | None = _option("resources", "machines that take part", kind=int, metavar="N")
+    num_machines: int | None = _option("resources", "number of nodes; default: 1", kind=int, metavar="N")
     num_cpu_threads_per_process: int | None = _option(
-        "resources", "CPU threads of each process; by default the cores are shared out", kind=int, metavar="N"
+        "resources", "CPU threads per process; default: the cores are divided evenly", kind=int, metavar="N"
     )
     enable_cpu_affinity: bool | None = _option(
-        "resources", "tie each process to the cores near its accelerator", kind=bool
+        "resources", "bind each process to the cores near its accelerator", kind=bool
     )
 
     mixed_precision: str | None = _option(
-        "precision", "precision of the forward pass", choices=PRECISIONS, setting="mixed_precision"
+        "precision", "mixed precision mode", choices=PRECISIONS, offered=PRECISIONS[:3], setting="mixed_precision"
     )
     gradient_accumulation_steps: int | None = _option(
-        "precision", "micro-batches per update", kind=int, metavar="N", setting="gradient_accumulation_steps"
+        "precision", "micro-batches per optimizer update", kind=int, metavar="N", setting="gradient_accumulation_steps"
     )
     dynamo_backend: str | None = _option(
-        "precision", "compile models with this backend of torch.compile", metavar="NAME", setting="dynamo_backend"
+        "precision",
+        "backend of torch.compile, such as inductor; default: models are not compiled",
+        metavar="NAME",
+        setting="dynamo_backend",
     )
     dynamo_mode: str | None = _option(
         "precision",
@@ -76,67 +80,73 @@ class LaunchConfig:
         setting="dynamo_mode",
     )
     dynamo_use_fullgraph: bool | None = _option(
-        "precision", "fail where a model cannot be compiled in one piece", kind=bool, setting="dynamo_use_fullgraph"
+        "precision", "raise an error on a graph break", kind=bool, setting="dynamo_use_fullgraph"
     )
     dynamo_use_dynamic: bool | None = _option(
-        "precision", "compile for changing shapes", kind=bool, setting="dynamo_use_dynamic"
+        "precision", "compile for dynamic shapes", kind=bool, setting="dynamo_use_dynamic"
     )
     dynamo_use_regional_compilation: bool | None = _option(
-        "precision", "compile repeated blocks once", kind=bool, setting="dynamo_use_regional_compilation"
+        "precision", "compile repeated blocks only, once", kind=bool, setting="dynamo_use_regional_compilation"
     )
 
     debug: str | None = _option(
         "debug",
-        "compare every collective between ranks before it runs; =underflow_overflow looks for the first bad number",
+        "check every collective across ranks before it runs; =underflow_overflow finds the first NaN or inf",
         metavar="TOOL",
         setting="debug",
     )
     numerics_record: str | None = _option(
         "debug",
-        "keep the numbers of every module call in this folder; @every=10 or @149,150 behind it chooses batches",
+        "record statistics of every module call in this folder; append @every=10 or @149,150 to select batches",
         metavar="DIR",
         setting="numerics_record",
     )
 
-    machine_rank: int | None = _option("network", "this machine's number, from 0", kind=int, metavar="N")
-    main_process_ip: str | None = _option("network", "address of machine 0", metavar="ADDRESS")
-    main_process_port: int | None = _option("network", "port on machine 0 where all meet", kind=int, metavar="PORT")
+    machine_rank: int | None = _option("network", "rank of this node, from 0", kind=int, metavar="N")
+    main_process_ip: str | None = _option("network", "address of node 0", metavar="ADDRESS")
+    main_process_port: int | None = _option(
+        "network", "port of the rendezvous on node 0; default: 29500", kind=int, metavar="PORT"
+    )
     rdzv_backend: str | None = _option(
-        "network", "how machines find each other (c10d, etcd, …; static means c10d)", metavar="NAME"
+        "network", "rendezvous backend (c10d, etcd-v2, …; static means c10d)", metavar="NAME"
     )
     rdzv_endpoint: str | None = _option(
-        "network", "where they do, HOST:PORT, instead of the address of machine 0", metavar="HOST:PORT"
+        "network", "rendezvous endpoint, instead of --main_process_ip and --main_process_port", metavar="HOST:PORT"
     )
-    rdzv_conf: str | None = _option("network", "further settings of the meeting, key=value,…", metavar="PAIRS")
-    rdzv_id: str | None = _option("network", "name of the job, the same on all machines", metavar="NAME")
-    same_network: bool | None = _option("network", "accepted and not needed: the route is looked up", kind=bool)
-    mpirun_hostfile: str | None = _option("network", "start by mpirun on the machines of this file", metavar="FILE")
-    max_restarts: int | None = _option("network", "how often a failed job is started again", kind=int, metavar="N")
+    rdzv_conf: str | None = _option(
+        "network", "additional rendezvous configuration: key=value,key=value", metavar="KEY=VALUE,..."
+    )
+    rdzv_id: str | None = _option("network", "rendezvous id: a name of the job, the same on all nodes", metavar="NAME")
+    same_network: bool | None = _option("network", "accepted for compatibility; has no effect", kind=bool)
+    mpirun_hostfile: str | None = _option(
+        "network", "start the processes with mpirun, on the hosts of this file", metavar="FILE"
+    )
+    max_restarts: int | None = _option(
+        "network", "number of times a failed job is restarted; default: 0", kind=int, metavar="N"
+    )
     monitor_interval: float | None = _option(
-        "network", "seconds between two looks at the processes", kind=float, metavar="SECONDS"
+        "network", "interval at which the processes are polled", kind=float, metavar="SECONDS"
     )
     grace: float | None = _option(
         "network",
-        "seconds that processes have to end after a signal, before they are killed",
+        "time between asking processes to stop and killing them",
         kind=float,
         metavar="SECONDS",
     )
-    role: str | None = _option("network", "name of the job's processes in torch's own logs", metavar="NAME")
+    role: str | None = _option("network", "role of the processes in torch's own logs", metavar="NAME")
 
     tee: str | None = _option(
         "output",
-        "streams whose lines carry their rank on the screen: 0 none, 1 stdout, 2 stderr, 3 both",
+        "streams whose lines are prefixed with their rank: 0 none, 1 stdout, 2 stderr, 3 both",
         choices=("0", "1", "2", "3"),
         short="-t",
     )
-    log_dir: str | None = _option(
-        "output", "folder for each rank's output, instead of the run directory", metavar="DIR"
-    )
+    log_dir: str | None = _option("output", "folder for each rank's output; default: the run directory", metavar="DIR")
     quiet: bool | None = _option(
-        "output", "show lines that several ranks print once; no notes of the launcher", kind=bool, short="-q"
+        "output", "print a line that several ranks print only once; no notes of the launcher", kind=bool, short="-q"
     )
     project_dir: str | None = _option(
-        "output", "folder in which .lockstep/runs is kept; by default this one", metavar="DIR"
+        "output", "folder that holds .lockstep/runs; default: the working directory", metavar="DIR"
     )
 
     def __post_init__(self) -> None:

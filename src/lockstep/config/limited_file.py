@@ -1,4 +1,4 @@
-"""Reading a file that somebody named, up to a size: it may turn out to be a device, or a data set."""
+"""Reading a file that somebody named, up to a size: it may turn out to be a device, or a dataset."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def write(
         # Not over a file that was not there before: two may be writing.
         os.link(draft, output)
     except FileExistsError:
-        raise ConfigError(f"{output} is there already. Name another file with --output, or remove it.") from None
+        raise ConfigError(f"{output} exists. Name another file with --output, or remove it.") from None
     except OSError as error:
         raise ConfigError(
             f"The bundle cannot be written to {output} ({error.strerror or error}). Name another place with --output."

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorContext:
-    """One machine, as the job on it would find it."""
+    """One node, as the job on it would find it."""
 
     environ: Mapping[str, str] = field(default_factory=dict)
     """The environment of the job."""
@@ -18,10 +18,10 @@ class DoctorContext:
     processes: int = 1
     """Processes that run, or will run, on this machine."""
     machines: int = 1
-    """Machines of the job."""
+    """Nodes of the job."""
     main_address: str | None = None
     """Where the ranks meet; None when nobody has said."""
     main_port: int = 29500
     """The port they meet at."""
     launched: bool = False
-    """Whether a launcher has started this process, so that the meeting point is in use by its own job."""
+    """Whether a launcher has started this process, so that the rendezvous endpoint is in use by its own job."""

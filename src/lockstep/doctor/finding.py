@@ -17,7 +17,7 @@ class Finding:
     """One thing that was looked at."""
 
     check: str
-    """What was looked at, in a word or two; the same for every machine."""
+    """What was looked at, in a word or two; the same for every node."""
     status: Status
     """How it is."""
     what: str

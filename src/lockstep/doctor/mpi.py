@@ -1,4 +1,4 @@
-"""Whether mpirun can start a job on the machines of a host file: each step it takes, tried for each of them."""
+"""Whether mpirun can start a job on the nodes of a host file: each step it takes, tried for each of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.launch import mpi
 from lockstep.launch.mpi import Dialect, MpiHost
 
 MPIRUN = 60.0
-"""Seconds for mpirun to start one process on each machine."""
+"""Seconds for mpirun to start one process on each node."""
 _AT_ONCE = 16
 Say = Callable[[str], None]
 
@@ -69,7 +69,7 @@ def _own_mpirun(environ: Mapping[str, str]) -> tuple[Finding, Dialect | None, st
             check="mpirun",
             status="error",
             what="neither mpirun nor mpiexec is on PATH",
-            why="it starts the processes on the other machines",
+            why="it starts the processes on the other nodes",
             fix="apt install openmpi-bin (or mpich), or load the module your cluster has for it",
         )
         return missing, None, ""
@@ -118,7 +118,7 @@ def version_line(text: str) -> str:
     return next((line for line in lines if re.search(r"\d\.\d", line)), lines[0] if lines else "")
 
 
-# --- one machine -----------------------------------------------------------------------------------------------------
+# --- one node -----------------------------------------------------------------------------------------------------
 
 
 def _host(program: str, host: MpiHost, mpirun: str | None, own_version: str) -> list[Finding]:
@@ -138,8 +138,8 @@ def _steps(program: str, to: ssh.SshTarget, mpirun: str | None, own_version: str
             check=f"{host}: name",
             status="error",
             what=f"{to.name} resolves to no address: {error.strerror}",
-            why="no machine can be reached by this name",
-            fix=f"correct it in the host file, or add a line to /etc/hosts on every machine: ADDRESS {to.name}",
+            why="no node can be reached by this name",
+            fix=f"correct it in the host file, or add a line to /etc/hosts on every node: ADDRESS {to.name}",
             data=data,
         )
         return
@@ -188,7 +188,7 @@ def _programs(program: str, host: str, mpirun: str | None, own_version: str) -> 
             check=f"{host}: mpirun",
             status="error",
             what=f"mpirun does not run there in a shell that nobody logged in to: {answer.reason}",
-            why="mpirun starts its other half on each machine by such a shell",
+            why="mpirun starts its other half on each node by such a shell",
             fix="install the same MPI there, and set its PATH at the beginning of ~/.bashrc, before any `return`",
             data=data,
         )
@@ -198,7 +198,7 @@ def _programs(program: str, host: str, mpirun: str | None, own_version: str) -> 
             status="error",
             what=f"{version}, and here it is {own_version}",
             why="halves of mpirun that differ do not understand each other",
-            fix="install the same version on every machine",
+            fix="install the same version on every node",
             data={**data, "version": version},
         )
     elif own_version:
@@ -215,7 +215,7 @@ def _programs(program: str, host: str, mpirun: str | None, own_version: str) -> 
             status="warning",
             what=f"{sys.executable} does not import torch there: {python.reason}",
             why="`lockstep launch` starts the ranks with the Python it runs in, by its full path",
-            fix="put the environment at the same path on every machine, or on a disk they share",
+            fix="put the environment at the same path on every node, or on a disk they share",
             data=data,
         )
 
@@ -224,8 +224,8 @@ def _programs(program: str, host: str, mpirun: str | None, own_version: str) -> 
 
 
 def _pairs(program: str, hosts: Sequence[MpiHost], reached: Sequence[MpiHost], said: Say) -> Iterator[Finding]:
-    """From every machine that can be reached to every other."""
-    # A loopback name means another machine on each: there is no way there from elsewhere.
+    """From every node that can be reached to every other."""
+    # A loopback name means another node on each: there is no way there from elsewhere.
     known = [to.name for to in hosts if to.name != "localhost" and not interfaces.is_loopback(to.name)]
     tries = [(by.name, to) for by in reached for to in known if by.name != to]
     said(f"{len(tries)} pairs")
@@ -237,15 +237,15 @@ def _pairs(program: str, hosts: Sequence[MpiHost], reached: Sequence[MpiHost], s
             check=f"{by} to {to}",
             status="error",
             what=f"ssh from {by} to {to} does not get in without a question: {answer.reason}",
-            why="with many machines mpirun passes the start on from one to the next",
+            why="with many nodes mpirun passes the start on from one to the next",
             fix=ssh.remedy(answer, ssh.target(program, to), by=by),
             data={"from": by, "to": to},
         )
     if not failed and tries:
-        what = f"{len(tries)} ways, from every machine to every other, work without a question"
+        what = f"{len(tries)} ways, from every node to every other, work without a question"
         yield Finding(check="all pairs", status="ok", what=what)
     elif not tries:
-        yield Finding(check="all pairs", status="skipped", what="there are no two machines to try it between")
+        yield Finding(check="all pairs", status="skipped", what="there are no two nodes to try it between")
 
 
 def sanity_command(mpirun: str, dialect: Dialect, hostfile: str, hosts: Sequence[MpiHost]) -> list[str]:
@@ -282,7 +282,7 @@ def _try_out(
         status="error",
         what=f"{shown} fails: {reason}",
         why="this is how the job would be started",
-        fix="run it in a terminal, and mend what it says; see that no firewall is between the machines: its halves "
+        fix="run it in a terminal, and mend what it says; see that no firewall is between the nodes: its halves "
         "connect to each other at ports that the system picks",
         data=data,
     )
@@ -290,7 +290,7 @@ def _try_out(
 
 def _not_tried(mpirun: str, dialect: Dialect, hostfile: str, hosts: Sequence[MpiHost]) -> Finding:
     command = shlex.join(sanity_command(mpirun, dialect, hostfile, hosts))
-    what = f"not run, since not every machine can be reached; then: {command}"
+    what = f"not run, since not every node can be reached; then: {command}"
     return Finding(check="mpirun hostname", status="skipped", what=what, data={"command": command})
 
 

@@ -1,4 +1,4 @@
-"""Reaching another machine by ssh without being asked for anything: tried in steps, and what to type when one fails."""
+"""Reaching another node by ssh without being asked for anything: tried in steps, and what to type when one fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.host.processes import name_signal
 RESOLVE = 6.0
 CONNECT = 5.0
 COMMAND = 20.0
-"""Seconds for a question to the name server, for a connection, and for a command on the other machine."""
+"""Seconds for a question to the name server, for a connection, and for a command on the other node."""
 _QUIET = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT:.0f}", "-o", "NumberOfPasswordPrompts=0")
 _RESOLVER = (
     "import json, socket, sys; print(json.dumps(sorted({e[4][0] for e in socket.getaddrinfo(sys.argv[1], None)})))"
@@ -93,12 +93,12 @@ def resolve(name: str) -> list[str]:
 
 
 def remote(program: str, host: str, command: Sequence[str], limit: float = COMMAND) -> Answer:
-    """Run a command on another machine, without a question."""
+    """Run a command on another node, without a question."""
     return call([program, *_QUIET, host, shlex.join(command)], limit=limit)
 
 
 def onward(program: str, by: str, host: str, limit: float = COMMAND) -> Answer:
-    """From one machine to another, started from here; what happens on the second is nothing."""
+    """From one node to another, started from here; what happens on the second is nothing."""
     return remote(program, by, [program, *_QUIET, host, "true"], limit=limit)
 
 

@@ -66,7 +66,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | os.Path
         path = Path(save_location).expanduser()
     if path.exists():
         print(
-            f"The configuration file {path} is there already, and was left as it is. "
+            f"The configuration file {path} exists and was not changed. "
             "`lockstep config` changes it; save_location= names another."
         )
         return False

@@ -54,7 +54,7 @@ class LaunchTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """What will be started on this machine, and why so."""
+    """What will be started on this node, and why."""
 
     kind: str
     """"alone" (one process), "agent" (several, under torch's elastic agent), "mpirun" or "srun"."""
@@ -65,19 +65,19 @@ class LaunchPlan:
     env: Mapping[str, str]
     """What is added to the environment of each process."""
     processes: int = 1
-    """Ranks on all machines."""
+    """Ranks on all nodes."""
     per_machine: int = 1
-    """Ranks on this machine."""
+    """Ranks on this node."""
     machines: int = 1
     """Machines."""
     machine_rank: int | None = None
-    """This machine's number; None when the meeting decides."""
+    """The rank of this node; None when the rendezvous assigns it."""
     endpoint: str = ""
-    """Where the agents meet."""
+    """The rendezvous endpoint."""
     rdzv_backend: str = "c10d"
-    """How they meet."""
+    """The rendezvous backend."""
     address: str = LOOPBACK
-    """This machine's own address, as others see it."""
+    """The address of this node, as others see it."""
     options: Mapping[str, Resolved[Any]] = field(default_factory=dict)
     """Every option, with where it came from."""
     notes: tuple[str, ...] = ()
@@ -216,12 +216,12 @@ class _Maker:
             ),
             (
                 config.main_process_ip is not None and config.rdzv_endpoint is not None,
-                f"--main_process_ip {config.main_process_ip} and --rdzv_endpoint {config.rdzv_endpoint} both say where "
-                "machines meet. Give one of them.",
+                f"--main_process_ip {config.main_process_ip} and --rdzv_endpoint {config.rdzv_endpoint} both set "
+                "the rendezvous endpoint. Give one of them.",
             ),
             (
                 config.machine_rank is not None and config.machine_rank >= machines,
-                f"--machine_rank {config.machine_rank}: with --num_machines {machines} the machines are numbered "
+                f"--machine_rank {config.machine_rank}: with --num_machines {machines} node ranks are "
                 f"0 to {machines - 1}.",
             ),
             (
@@ -231,15 +231,15 @@ class _Maker:
             ),
             (
                 config.mpirun_hostfile is not None and config.machine_rank not in (None, 0),
-                f"--machine_rank {config.machine_rank} with --mpirun_hostfile: mpirun starts all machines from one. "
-                "Run the command on one machine, without --machine_rank.",
+                f"--machine_rank {config.machine_rank} with --mpirun_hostfile: mpirun starts all nodes from one. "
+                "Run the command on one node, without --machine_rank.",
             ),
         ):
             if wrong:
                 self.problems.append(text)
 
     def _count(self, machines: int) -> tuple[int, int]:
-        """Processes on all machines, and on this one."""
+        """Processes on all nodes, and on this one."""
         config = self.config
         present, name = (0, "none") if config.cpu else self.count_accelerators(self.environ)
         if config.gpu_ids not in (None, "all"):
@@ -247,12 +247,12 @@ class _Maker:
             present = min(present, len(self._gpu_ids()))
         if config.multi_gpu and not config.cpu and present == 0:
             self.problems.append(
-                "--multi_gpu: torch finds no accelerator on this machine. Leave it out to train on the CPU, or check "
+                "--multi_gpu: torch finds no accelerator on this node. Leave it out to train on the CPU, or check "
                 "the driver and the build of torch with `lockstep env`."
             )
         if config.enable_cpu_affinity and present == 0:
             self.problems.append(
-                "--enable_cpu_affinity ties each process to the cores near its accelerator, and none is used here. "
+                "--enable_cpu_affinity binds each process to the cores near its accelerator, but none is used. "
                 "Leave it out."
             )
         asked = config.num_processes
@@ -264,13 +264,13 @@ class _Maker:
             return per_machine * machines, per_machine
         if asked % machines:
             self.problems.append(
-                f"--num_processes {asked} cannot be shared evenly by --num_machines {machines}: it counts the "
-                f"processes of all machines. Nearest: {max(1, asked // machines) * machines}."
+                f"--num_processes {asked} is not a multiple of --num_machines {machines}: it is the "
+                f"total of all nodes. Nearest: {max(1, asked // machines) * machines}."
             )
         per_machine = max(1, asked // machines)
         if present and per_machine > present and self.environ.get("LOCKSTEP_TORCH_DEVICE") != "cpu":
             self.problems.append(
-                f"--num_processes {asked} asks for {per_machine} processes on this machine, which has {present} "
+                f"--num_processes {asked} asks for {per_machine} processes on this node, which has {present} "
                 f"accelerators ({name}). Ask for {present * machines} at most, or add --cpu."
             )
         return asked, per_machine
@@ -281,7 +281,7 @@ class _Maker:
             self.problems.append(f"--gpu_ids {self.config.gpu_ids} must name accelerators, each once: 0,2.")
         elif present == 0 and not self.config.cpu:
             self.problems.append(
-                f"--gpu_ids {self.config.gpu_ids}: torch finds no accelerator on this machine. Leave it out to train "
+                f"--gpu_ids {self.config.gpu_ids}: torch finds no accelerator on this node. Leave it out to train "
                 "on the CPU, or check the driver and the build of torch with `lockstep env`."
             )
 
@@ -380,17 +380,17 @@ class _Maker:
         if config.main_process_ip is None and self.allocation is not None and self.allocation.agent:
             from lockstep.launch import slurm
 
-            # Started by srun once per node: every agent works out the same meeting point by itself.
+            # Started by srun once per node: every agent computes the same endpoint by itself.
             return self.allocation.hosts[0], config.main_process_port or slurm.rendezvous_port(self.allocation)
         missing = []
         if config.main_process_ip is None:
-            missing.append("--main_process_ip (the address of machine 0)")
+            missing.append("--main_process_ip (the address of node 0)")
         if machine_rank is None:
-            missing.append("--machine_rank (this machine's number, from 0)")
+            missing.append("--machine_rank (the rank of this node, from 0)")
         if missing:
             self.problems.append(
                 f"--num_machines {machines} needs {' and '.join(missing)}; or --rdzv_endpoint HOST:PORT, the same on "
-                "every machine, and the machines number themselves."
+                "every node; node ranks are then assigned."
             )
             return None
         return str(config.main_process_ip), config.main_process_port or 29500
@@ -444,6 +444,6 @@ class _Maker:
 def _taken(port: int) -> str:
     free = machine.next_free(port)
     return (
-        f"Port {port} is in use on this machine. Free now: {free} (--main_process_port {free}); 0 takes any, on one "
-        "machine."
+        f"Port {port} is in use on this node. Free now: {free} (--main_process_port {free}); on a single node, 0 "
+        "takes any free port."
     )

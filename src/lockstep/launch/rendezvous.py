@@ -1,7 +1,7 @@
-"""How the launchers of several machines meet, by torch's rendezvous.
+"""How the launchers of several nodes meet, by torch's rendezvous.
 
-Two things are added to it. Where machines have numbers they keep them: torch numbers them as they come. And the attempt
-has a name that all machines agree on: torch counts restarts on each machine by itself, so that after a failure on one
+Two things are added to it. Where nodes have numbers they keep them: torch numbers them as they come. And the attempt
+has a name that all nodes agree on: torch counts restarts on each node by itself, so that after a failure on one
 the processes of another would look for each other in the wrong place.
 """
 
@@ -38,7 +38,7 @@ from lockstep.launch.plan import LaunchPlan
 from lockstep.launch.rendezvous_backend import open_c10d
 
 _SILENCE = 5.0
-"""Seconds of waiting for other machines after which we say so."""
+"""Seconds of waiting for other nodes after which this is reported."""
 _ONE_TRY = 2.0
 """Seconds for one connection, made to see what is in the way."""
 Answer = TypeVar("Answer")
@@ -49,7 +49,7 @@ _MOST_RANKS = 4096
 
 
 def open_rendezvous(plan: LaunchPlan, report: Callable[[str], None]) -> NodeRendezvous:
-    """Called on: all machines. Host the place where they meet, or find the way there."""
+    """Called on: all nodes. Host the rendezvous, or connect to it."""
     parameters = RendezvousParameters(
         backend=plan.rdzv_backend,
         endpoint=plan.endpoint,
@@ -71,11 +71,11 @@ def open_rendezvous(plan: LaunchPlan, report: Callable[[str], None]) -> NodeRend
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"The meeting cannot be set up by --rdzv_backend {plan.rdzv_backend}: {error}") from error
+        raise ConfigError(f"--rdzv_backend {plan.rdzv_backend} cannot be used: {error}") from error
 
 
 class NodeRendezvous(RendezvousHandler):
-    """Torch's rendezvous, with machine numbers kept and the attempt named."""
+    """Torch's rendezvous, with node ranks kept and the attempt named."""
 
     def __init__(
         self,
@@ -93,13 +93,13 @@ class NodeRendezvous(RendezvousHandler):
         """The store that the ranks use; None where torch makes one for them."""
         self._asking: Future[Any] | None = None
         self.nodes: tuple[Node, ...] = ()
-        """The nodes of this attempt, once they have met."""
+        """The nodes of this attempt, after the rendezvous."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Called on: all machines. Meet, agree on numbers and on the name of this attempt."""
+        """Called on: all nodes. Wait for all, agree on ranks and on the name of this attempt."""
         number = self._plan.machines
-        waiting = f"waiting for {number} machines at {self._plan.endpoint} …"
-        with _report_long_wait(self._log, lambda: waiting, number, f"all {number} machines are here."):
+        waiting = f"waiting for {number} nodes at {self._plan.endpoint} …"
+        with _report_long_wait(self._log, lambda: waiting, number, f"all {number} nodes joined."):
             # Torch would host one more store for the ranks, which listens at every interface.
             own = {} if self._shared is None else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
             with env.patched(own):
@@ -120,7 +120,7 @@ class NodeRendezvous(RendezvousHandler):
         return RendezvousInfo(info.store, rank, info.world_size, place)
 
     def _exchange_names(self, info: RendezvousInfo, store: SignedStore, own: int) -> tuple[Node, ...]:
-        """Called on: all machines. Who is who: a node that is lost later cannot be asked any more."""
+        """Called on: all nodes. Who is who: a node that is lost later cannot be asked any more."""
         store.set(f"node/{own}", json.dumps([platform.node(), self._plan.per_machine, self._plan.address]))
         nodes: list[Node] = []
         first = 0
@@ -136,18 +136,18 @@ class NodeRendezvous(RendezvousHandler):
         said = [store.get(f"machine/{peer}", int) for peer in range(info.world_size)]
         if sorted(said) != list(range(info.world_size)):
             raise TopologyError(
-                f"The machines call themselves {', '.join(map(str, sorted(said)))}, and must be numbered 0 to "
+                f"The nodes have --machine_rank {', '.join(map(str, sorted(said)))}; expected 0 to "
                 f"{info.world_size - 1}, each once. Correct --machine_rank (here: {own})."
             )
         return int(own)  # type: ignore[arg-type]
 
     def get_backend(self) -> str:
-        """The kind of meeting."""
+        """The name of the backend."""
         return self._inner.get_backend()
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the ranks use the store in which the agents met."""
+        """Whether the ranks use the store of the agents' rendezvous."""
         return self._shared is not None or self._inner.use_agent_store
 
     def is_closed(self) -> bool:
@@ -208,7 +208,7 @@ def _read_node(data: bytes) -> tuple[str, int, str]:
 
 
 def _settings(plan: LaunchPlan) -> dict[str, str]:
-    """``--rdzv_conf``, and who hosts the meeting: machine 0, whatever its name resolves to."""
+    """``--rdzv_conf``, and who hosts the rendezvous: node 0, whatever its name resolves to."""
     settings: dict[str, str] = {}
     for pair in filter(None, str(plan.value("rdzv_conf", "")).split(",")):
         name, equals, value = pair.partition("=")
@@ -223,30 +223,33 @@ def _settings(plan: LaunchPlan) -> dict[str, str]:
 
 
 def obstacle_to(plan: LaunchPlan) -> str:
-    """What is in the way to the meeting point; empty when somebody listens there."""
+    """Why the endpoint cannot be reached; empty when it accepts connections."""
     address, _, port = plan.endpoint.rpartition(":")
     return knock(address.strip("[]"), int(port), _ONE_TRY) if address and port.isdecimal() else ""
 
 
 def unreachable(plan: LaunchPlan) -> TopologyError:
-    """For a machine that does not get to the others."""
+    """For a node that cannot reach the others."""
     return TopologyError(
-        f"This machine ({plan.address}) could not reach the meeting point {plan.endpoint}. Check that the command runs "
-        "on machine 0, that the address is one the others can reach, and that the port is open between them."
+        f"This node ({plan.address}) could not reach the rendezvous endpoint {plan.endpoint}. Check that the command "
+        "runs on node 0, that its address can be reached from here, and that no firewall blocks the port."
     )
 
 
 def _obstacle(plan: LaunchPlan) -> str:
-    """What is in the way to the meeting point, tried by hand: torch says nothing of it before it gives up."""
+    """Why the endpoint cannot be reached, tried by hand: torch reports nothing before it gives up."""
     reason = obstacle_to(plan)
     if not reason:
-        return f"waiting for the meeting point {plan.endpoint} …"
+        return f"waiting for the rendezvous endpoint {plan.endpoint} …"
     here = f"{plan.address} ({interface_of(plan.address)})"
     if reason == REFUSED:
-        return f"nobody listens at {plan.endpoint}, the meeting point, or a firewall refuses; trying on from {here} …"
+        return (
+            f"rendezvous endpoint {plan.endpoint} refused the connection from {here} (nothing is listening there, or a "
+            "firewall); retrying …"
+        )
     return (
-        f"the meeting point {plan.endpoint} cannot be reached from {here}: {reason}. Check that it is an address of "
-        f"machine 0, the route there, and that the port is open between them; still trying …"
+        f"rendezvous endpoint {plan.endpoint} cannot be reached from {here}: {reason}. Check that it is an address of "
+        f"node 0, the route to it, and that no firewall blocks the port; retrying …"
     )
 
 
@@ -254,7 +257,7 @@ def _obstacle(plan: LaunchPlan) -> str:
 def _report_long_wait(
     log: Callable[[str], None], what: Callable[[], str], machines: int, then: str = "", after: float = _SILENCE
 ) -> Iterator[None]:
-    """Say what takes so long, once it does, and when it is over."""
+    """Report what takes long, once it does, and when it is over."""
     if machines == 1:
         yield
         return

@@ -23,13 +23,13 @@ from lockstep.launch.basic_config import Detected
 ENTER, DOWN, CLEAR = "\r", "\x1b[B", "\x15"
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
-WHERE, WHAT, PROCESSES = "Where will it run?", "On what?", "How many processes?"
-PRECISION, DEBUG, MORE = "Mixed precision?", "Debug mode?", "More options"
+WHERE, WHAT, PROCESSES = "Where will training run?", "Which hardware?", "How many processes?"
+PRECISION, DEBUG, MORE = "Mixed precision?", "Debug mode", "Set more options"
 
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """A user without a configuration, on a machine without accelerators."""
+    """A user without a configuration, on a node without accelerators."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "LOCKSTEP_"))}
     # The last stops prompt_toolkit from waiting for an answer that this terminal does not give.
     return {
@@ -133,10 +133,10 @@ def test_several_machines_and_more_options(terminal: Callable[..., Terminal], tm
     hosts.write_text("one\n")
     screen = terminal("--config-file", str(path))
     screen.answer(WHERE, DOWN)
-    screen.answer("How many machines?", CLEAR + "3")
-    screen.answer("Which number has this one?", CLEAR + "2")
-    screen.answer("Address of machine 0", "10.0.0.1")
-    screen.answer("A free port", CLEAR + "29600")
+    screen.answer("How many nodes?", CLEAR + "3")
+    screen.answer("Rank of this node", CLEAR + "2")
+    screen.answer("IP address or host name of node 0", "10.0.0.1")
+    screen.answer("Free port", CLEAR + "29600")
     screen.answer(WHAT)
     screen.answer(PROCESSES, CLEAR + "6")
     screen.answer(PRECISION, DOWN + DOWN)
@@ -144,10 +144,10 @@ def test_several_machines_and_more_options(terminal: Callable[..., Terminal], tm
     screen.child.send("y")
     screen.child.expect_exact(MORE)
     screen.child.send("y")
-    screen.answer("torch.compile?", DOWN)
-    screen.answer("Micro-batches per update", CLEAR + "4")
-    screen.answer("Host file", str(hosts))
-    screen.answer("Tie each process")
+    screen.answer("torch.compile backend", DOWN)
+    screen.answer("Gradient accumulation steps", CLEAR + "4")
+    screen.answer("Hostfile", str(hosts))
+    screen.answer("Bind each process")
     assert screen.end() == 0
     assert f"lockstep launch --config_file {path} train.py" in screen.screen
     seen = file.read(path)
@@ -207,7 +207,7 @@ def test_the_file_that_is_there_gives_the_defaults(terminal: Callable[..., Termi
     }
     before = file.read(file.write(default, old)).values
     screen = terminal()
-    for question in (WHERE, "How many machines?", "Which number", "Address", "port", WHAT, PROCESSES):
+    for question in (WHERE, "How many nodes?", "Rank of this", "IP address", "port", WHAT, PROCESSES):
         screen.answer(question)
     for question in (PRECISION, DEBUG, MORE):
         screen.answer(question)
@@ -222,10 +222,10 @@ def test_a_file_for_another_engine_is_replaced_only_when_asked(
     text = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 8\n"
     default.write_text(text)
     screen = terminal()
-    screen.answer("Replace this file, without what is named above?")
+    screen.answer("Replace this file, and drop the settings listed above?")
     assert screen.end() == 1
     assert "line 1: distributed_type: FSDP asks for FSDP" in screen.screen
-    assert "was left as it is" in screen.screen
+    assert "was not changed" in screen.screen
     assert default.read_text() == text
 
 
@@ -242,7 +242,7 @@ def test_a_broken_file_is_shown_and_replaced_only_when_asked(terminal: Callable[
     assert file.read(default).values["num_processes"] == 1
 
 
-# ---------------------------------------------------------------- the questions, on machines that are not here
+# ---------------------------------------------------------------- the questions, on nodes that are not here
 
 
 class Script(config.Wizard):
@@ -277,21 +277,21 @@ class Script(config.Wizard):
         (Detected(kind="cuda", count=1), {}, {}, None, {"cpu": False, "multi_gpu": False, "num_processes": 1}),
         (
             Detected(kind="cuda", count=4),
-            {"On": True},
+            {"Which hardware": True},
             {"cpu": False, "num_processes": 4, "gpu_ids": "0,1"},
             None,
             {"cpu": True, "multi_gpu": False, "num_processes": 1},
         ),
         (
             Detected(kind="cuda", count=4),
-            {"Where": True, "Address": "host"},
+            {"Where": True, "IP address": "host"},
             {},
             "MULTI_GPU",
             {"num_machines": 2, "machine_rank": 0, "main_process_port": 29500, "num_processes": 8},
         ),
         (
             Detected(kind="cpu", count=0),
-            {"On": False, "How": 2},
+            {"Which hardware": False, "How": 2},
             {},
             None,
             {"cpu": False, "multi_gpu": True, "num_processes": 2},
@@ -347,13 +347,13 @@ def test_devices_in_words(found: Detected, text: str) -> None:
 def test_without_a_terminal_the_defaults_are_written(environ: dict[str, str], default: Path) -> None:
     first = run(environ)
     assert (first.returncode, first.stderr) == (0, "")
-    assert "There is no terminal to ask questions on" in first.stdout
+    assert "No terminal for questions" in first.stdout
     assert "Found on this machine: CPU only." in first.stdout
     assert f"Written: {default}" in first.stdout
     text = default.read_text()
     second = run(environ)
     assert second.returncode == 0
-    assert "is there already, and was left as it is" in second.stdout
+    assert "exists and was not changed" in second.stdout
     assert default.read_text() == text
 
 
@@ -373,7 +373,7 @@ def test_default_does_not_pretend_to_have_changed_a_file(environ: dict[str, str]
     assert run(environ, "default", "--mixed_precision", "fp16").returncode == 0
     done = run(environ, "default", "--mixed_precision", "bf16")
     assert done.returncode == 2
-    assert f"--mixed_precision bf16 was not written: {default} is there already" in done.stderr
+    assert f"--mixed_precision bf16 was not written: {default} exists" in done.stderr
     assert run(environ, "default", "--mixed_precision", "half").returncode == 2
 
 
@@ -385,7 +385,7 @@ def test_update_says_what_changed(environ: dict[str, str], default: Path) -> Non
     assert f"Rewritten: {default}" in done.stdout
     assert "mixed_precision: 'fp16' is new, in place of fp16" in done.stdout
     assert "main_process_ip: None is gone: it says nothing" in done.stdout
-    assert "tpu_name is not acted on: it is for TPUs" in done.stdout
+    assert "tpu_name has no effect: it is for TPUs" in done.stdout
     assert file.read(default).values["mixed_precision"] == "fp16"
     assert "is up to date" in run(environ, "update").stdout
 
@@ -436,7 +436,7 @@ def test_write_basic_config(
     assert seen.keys["distributed_type"] == "MULTI_GPU"
     assert (seen.values["num_processes"], seen.values["mixed_precision"]) == (2, "bf16")
     assert basic_config.write_basic_config() is False
-    assert f"{path} is there already, and was left as it is" in capsys.readouterr().out
+    assert f"{path} exists and was not changed" in capsys.readouterr().out
     assert basic_config.write_basic_config(save_location=str(tmp_path / "other.yaml")) == tmp_path / "other.yaml"
 
 

@@ -205,7 +205,7 @@ def test_a_flag_like_nothing_of_ours() -> None:
         (["--node_rank", "1"], "--machine_rank"),
         (["--master_addr", "host"], "--main_process_ip"),
         (["--master-port", "1"], "--main_process_port"),
-        (["--standalone"], "one machine is the default"),
+        (["--standalone"], "one node is the default"),
     ],
 )
 def test_names_of_torchrun_are_translated(words: list[str], ours: str) -> None:
@@ -256,7 +256,7 @@ def test_everything_wrong_is_said_at_once(
     argv = "launch --use_fsdp --num_proceses 2 --cpu --multi_gpu --mixed_precision fp8 --tee=x --json nothing.py"
     assert main(argv.split()) == 2
     error = capfd.readouterr().err
-    for part in ("FSDP", "Did you mean --num_processes?", "--tee x is unknown", "--json is a form"):
+    for part in ("FSDP", "Did you mean --num_processes?", "--tee x is unknown", "--json needs --dry_run"):
         assert part in error
     argv = "launch --use_fsdp --cpu --multi_gpu --mixed_precision fp8 nothing.py"
     assert main(argv.split()) == 2
@@ -340,7 +340,7 @@ def test_a_dry_run_prints_and_starts_nothing(
     script.write_text("open('started', 'w')")
     assert main(["launch", "--dry-run", "--cpu", "--num_processes", "2", "train.py", "--lr", "a b"]) == 0
     text = capfd.readouterr().out
-    assert text.startswith("Torch's elastic agent: 2 processes\n")
+    assert text.startswith("torch.distributed elastic agent: 2 processes\n")
     for part in ("train.py --lr 'a b'", "LOCKSTEP_USE_CPU=true", "(flag --num_processes)"):
         assert part in text
     assert "bf16  (environment (LOCKSTEP_MIXED_PRECISION))" in text

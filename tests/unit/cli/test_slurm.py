@@ -77,7 +77,7 @@ def test_names_with_spaces_are_quoted(folder: Path) -> None:
 
 def test_a_file_that_is_there_is_kept_unless_forced(folder: Path) -> None:
     (folder / "train.sbatch").write_text("mine")
-    with pytest.raises(ConfigError, match=r"train.sbatch is there already. Add --force"):
+    with pytest.raises(ConfigError, match=r"train.sbatch exists. Add --force"):
         slurm.run(arguments("train.py"))
     assert (folder / "train.sbatch").read_text() == "mine"
     slurm.run(arguments("--file", "other.sbatch", "train.py"))

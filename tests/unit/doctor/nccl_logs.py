@@ -19,7 +19,7 @@ def rank_log(
     comm: str = "0xabc",
     old: bool = False,
 ) -> str:
-    """What one rank of a job of two machines writes when it joins its group, and ``then`` after it."""
+    """What one rank of a job of two nodes writes when it joins its group, and ``then`` after it."""
     per_machine = max(1, ranks // 2)
     host = host or f"node{rank // per_machine}"
     device = rank % per_machine

@@ -175,7 +175,7 @@ def test_a_part_that_breaks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "a.zip").write_text("mine")
-    with pytest.raises(ConfigError, match=r"a\.zip is there already"):
+    with pytest.raises(ConfigError, match=r"a\.zip exists"):
         call("--output", "a.zip")
     assert (tmp_path / "a.zip").read_text() == "mine"
     with pytest.raises(ConfigError, match="cannot be written"):

@@ -54,9 +54,9 @@ def test_a_job_that_is_well(tmp_path: Path) -> None:
     ]
     assert found(reading, "version").what == "2.19.3+cuda12.2; the driver supports CUDA 12.2"
     assert found(reading, "version").data["versions"] == {"2.19.3+cuda12.2": [0, 1, 2, 3]}
-    assert found(reading, "start").what == "all 4 ranks have joined on 2 machines"
+    assert found(reading, "start").what == "all 4 ranks have joined on 2 nodes"
     assert found(reading, "start").data["machines"] == {"node0": [0, 1], "node1": [2, 3]}
-    assert found(reading, "interface").what == "meets over eth0 (2 machines); data between machines over Socket"
+    assert found(reading, "interface").what == "meets over eth0 (2 nodes); data between nodes over Socket"
     assert found(reading, "transports").what == "NET/Socket 0-3, 1-2; P2P 0-1, 2-3"
     assert {"from": 3, "to": 0, "transport": "NET/Socket"} in found(reading, "transports").data["pairs"]
     shape = found(reading, "rings and trees")
@@ -104,7 +104,7 @@ def test_smaller_groups_do_not_get_mixed_in(tmp_path: Path) -> None:
         rank_log(rank) + rank_log(rank // 2, 2, host=f"node{rank // 2}", comm=f"0xd{rank % 2}") for rank in range(4)
     ]
     reading = told(tmp_path, *logs)
-    assert found(reading, "start").what == "all 4 ranks have joined on 2 machines; 2 smaller groups besides"
+    assert found(reading, "start").what == "all 4 ranks have joined on 2 nodes; 2 smaller groups besides"
     assert found(reading, "transports").what == "NET/Socket 0-3, 1-2; P2P 0-1, 2-3"
 
 
@@ -148,7 +148,7 @@ def test_an_interface_that_leads_nowhere(tmp_path: Path) -> None:
     reading = told(tmp_path, *(rank_log(rank, interface="docker0" if rank > 1 else "eth0") for rank in range(4)))
     assert found(reading, "interface").status == "warning"
     assert "docker0 leads nowhere" in found(reading, "interface").what
-    # On one machine loopback will do.
+    # On one node loopback will do.
     reading = told(tmp_path, *(rank_log(rank, interface="lo", host="node0") for rank in range(4)))
     assert found(reading, "interface").status == "ok"
 
@@ -157,7 +157,7 @@ def test_the_network_within_a_machine(tmp_path: Path) -> None:
     reading = told(tmp_path, *(rank_log(rank, host="node0") for rank in range(4)))
     finding = found(reading, "transports")
     assert finding.status == "warning"
-    assert "0-3, 1-2 of one machine talk over the network" in finding.what
+    assert "0-3, 1-2 of one node talk over the network" in finding.what
 
 
 def test_settings(tmp_path: Path) -> None:

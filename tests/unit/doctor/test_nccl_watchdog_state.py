@@ -61,7 +61,7 @@ def test_ranks_that_wait_in_different_ones_are_told_apart_also_without_groups(tm
     lines = [timed_out(0, 120, size=None), timed_out(0, 117, size=None), timed_out(1, 117, size=None)]
     (finding,) = told(tmp_path, *lines, timed_out(7, 88, "BROADCAST", size=None))
     assert finding.what == (
-        "rank 7 waited in BROADCAST, number 88, until the time-out; ranks 0-1 in ALLREDUCE, number 117"
+        "rank 7 waited in BROADCAST, number 88, until the timeout; ranks 0-1 in ALLREDUCE, number 117"
     )
     assert "these logs do not say" in finding.why
     assert finding.data["elsewhere"] == {"0": 117, "1": 117}
@@ -69,7 +69,7 @@ def test_ranks_that_wait_in_different_ones_are_told_apart_also_without_groups(tm
 
 def test_of_one_group_who_waits_in_a_later_one_has_the_earlier_one_behind_it(tmp_path: Path) -> None:
     (finding,) = told(tmp_path, state(0, 9, 9, 8), state(1, 7, 7, 6))
-    assert finding.what == "rank 1 waited in a collective, number 7, until the time-out; rank 0 had finished it"
+    assert finding.what == "rank 1 waited in a collective, number 7, until the timeout; rank 0 had finished it"
 
 
 @pytest.mark.parametrize("form", ["new", "middle", "old"])
@@ -84,7 +84,7 @@ def test_the_rank_that_never_started_it_is_named(tmp_path: Path, form: str, grou
         "elsewhere": {},
     }
     assert finding.what == (
-        "ranks 0-1, 3 waited in ALLREDUCE of 10 elements, number 8, until the time-out; rank 2 never started it, and "
+        "ranks 0-1, 3 waited in ALLREDUCE of 10 elements, number 8, until the timeout; rank 2 never started it, and "
         "got as far as number 7"
     )
     assert "waited for rank 2" in finding.why
@@ -97,7 +97,7 @@ def test_a_rank_without_a_word_is_named_where_the_job_is_known_to_have_it(tmp_pa
     (tmp_path / "rank_2.err").write_text("[rank2]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate\n")
     reading = read([str(tmp_path)])
     (finding,) = [finding for finding in reading.findings if finding.check == "nccl waiting"]
-    assert finding.what == "ranks 0-1, 3 waited in ALLREDUCE, number 8, until the time-out; rank 2 said nothing of it"
+    assert finding.what == "ranks 0-1, 3 waited in ALLREDUCE, number 8, until the timeout; rank 2 said nothing of it"
     # And what became of it is the first error.
     assert "First error: rank 2, " in "\n".join(report.lines(reading, 100))
 
@@ -105,7 +105,7 @@ def test_a_rank_without_a_word_is_named_where_the_job_is_known_to_have_it(tmp_pa
 def test_different_collectives_of_one_number(tmp_path: Path) -> None:
     (finding,) = told(tmp_path, timed_out(0, 8), timed_out(1, 8, "BROADCAST", 3), timed_out(2, 8))
     assert finding.what == (
-        "ranks 0-2 waited in a collective, number 8, until the time-out; ranks 0, 2 called ALLREDUCE of 10 elements; "
+        "ranks 0-2 waited in a collective, number 8, until the timeout; ranks 0, 2 called ALLREDUCE of 10 elements; "
         "rank 1 called BROADCAST of 3 elements"
     )
     assert "different collectives" in finding.why

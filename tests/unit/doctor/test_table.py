@@ -15,10 +15,10 @@ def test_why_and_fix_are_shown_where_something_is_to_be_done() -> None:
         )
     )
     assert shown == [
-        "ok       disk       plenty",
         "ERROR    host name  bad",
         "                    why: because",
         "                    fix: do --this-and-that",
+        "ok       disk       plenty",
     ]
 
 
@@ -33,4 +33,10 @@ def test_the_summary_counts() -> None:
     states = ("ok", "ok", "warning", "error", "error", "skipped")
     findings = [Finding(check="a", status=state, what="b") for state in states]
     assert table.summary(findings) == "2 errors, 1 warning, 2 ok, 1 skipped"
-    assert table.summary([]) == "nothing was looked at"
+    assert table.summary([]) == "no checks were run"
+
+
+def test_errors_and_warnings_come_first_each_in_the_order_of_the_checks() -> None:
+    given = [("a", "ok"), ("b", "skipped"), ("c", "warning"), ("d", "error"), ("e", "ok"), ("f", "warning")]
+    findings = [Finding(check=name, status=status, what="x") for name, status in given]
+    assert [finding.check for finding in table.gravest_first(findings)] == ["d", "c", "f", "a", "e", "b"]

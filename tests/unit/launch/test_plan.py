@@ -30,7 +30,7 @@ def plan(
     target: LaunchTarget = CODE,
     **more: Any,
 ) -> LaunchPlan:
-    """The plan on a machine with so many GPUs."""
+    """The plan on a node with so many GPUs."""
     environ = environ or {}
     options = resolve_launch(flags or {}, environ, file or {}, "config.yaml")
     kind = "cuda" if devices else "none"
@@ -80,7 +80,7 @@ def test_how_many_processes(flags: dict[str, Any], devices: int, kind: str, proc
 
 def test_more_processes_than_devices() -> None:
     (problem,) = refusal({"num_processes": 4}, devices=2)
-    assert "asks for 4 processes on this machine, which has 2 accelerators (cuda)" in problem
+    assert "asks for 4 processes on this node, which has 2 accelerators (cuda)" in problem
     assert "Ask for 2 at most, or add --cpu" in problem
     assert plan({"num_processes": 4, "cpu": True}, devices=2).processes == 4
 
@@ -209,17 +209,17 @@ def test_targets_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"mixed_precision": "fp8"}, "fp8 is not supported yet"),
         ({"mixed_precision": "fp4"}, "--mixed_precision fp4 is unknown. Allowed: no, fp16, bf16"),
         ({"num_processes": 0}, "--num_processes 0 must be 1 or more."),
-        ({"num_processes": 3, "num_machines": 2}, "cannot be shared evenly by --num_machines 2"),
-        ({"machine_rank": 1}, "--machine_rank 1: with --num_machines 1 the machines are numbered 0 to 0."),
-        ({"machine_rank": 2, "num_machines": 2}, "the machines are numbered 0 to 1."),
+        ({"num_processes": 3, "num_machines": 2}, "is not a multiple of --num_machines 2"),
+        ({"machine_rank": 1}, "--machine_rank 1: with --num_machines 1 node ranks are 0 to 0."),
+        ({"machine_rank": 2, "num_machines": 2}, "node ranks are 0 to 1."),
         ({"machine_rank": -1}, "--machine_rank -1 must be 0 or more."),
         ({"main_process_port": 65536}, "must be at most 65535."),
         ({"max_restarts": -1}, "--max_restarts -1 must be 0 or more."),
         ({"monitor_interval": 0.0}, "must be above 0."),
         ({"grace": -1.0}, "--grace -1.0 must be 0 or more."),
         ({"tee": "4"}, "--tee 4 is unknown. Allowed: 0, 1, 2, 3."),
-        ({"num_machines": 2}, "needs --main_process_ip (the address of machine 0) and --machine_rank"),
-        ({"num_machines": 2, "machine_rank": 0}, "needs --main_process_ip (the address of machine 0); or"),
+        ({"num_machines": 2}, "needs --main_process_ip (the address of node 0) and --machine_rank"),
+        ({"num_machines": 2, "machine_rank": 0}, "needs --main_process_ip (the address of node 0); or"),
         ({"num_machines": 2, "rdzv_endpoint": "host"}, "--rdzv_endpoint host must be HOST:PORT"),
         ({"num_machines": 2, "rdzv_endpoint": "host:port"}, "must be HOST:PORT"),
         ({"num_machines": 2, "rdzv_endpoint": ":29500"}, "must be HOST:PORT"),
@@ -228,9 +228,9 @@ def test_targets_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"gpu_ids": "0"}, "--gpu_ids 0: torch finds no accelerator"),
         ({"gpu_ids": ","}, "--gpu_ids , must name accelerators"),
         ({"gpu_ids": "1,1"}, "each once"),
-        ({"main_process_ip": "a", "rdzv_endpoint": "b:1"}, "both say where machines meet"),
+        ({"main_process_ip": "a", "rdzv_endpoint": "b:1"}, "both set the rendezvous endpoint"),
         ({"mpirun_hostfile": "hosts", "max_restarts": 2}, "mpirun ends the whole job"),
-        ({"mpirun_hostfile": "hosts", "machine_rank": 1, "num_machines": 2}, "mpirun starts all machines from one"),
+        ({"mpirun_hostfile": "hosts", "machine_rank": 1, "num_machines": 2}, "mpirun starts all nodes from one"),
     ],
 )
 def test_what_cannot_be_done(flags: dict[str, Any], text: str) -> None:
@@ -293,7 +293,7 @@ def test_one_machine_meets_on_any_port() -> None:
 
 def test_a_port_in_use_is_named_with_a_free_one(taken: int) -> None:
     (problem,) = refusal({"num_processes": 2, "main_process_port": taken})
-    assert problem.startswith(f"Port {taken} is in use on this machine. Free now: ")
+    assert problem.startswith(f"Port {taken} is in use on this node. Free now: ")
     free = int(problem.partition("Free now: ")[2].split()[0])
     assert hardware.is_free(free)
     assert plan({"num_processes": 2, "main_process_port": free}).endpoint == f"127.0.0.1:{free}"
@@ -302,7 +302,7 @@ def test_a_port_in_use_is_named_with_a_free_one(taken: int) -> None:
 def test_a_port_in_use_on_machine_0_of_several(taken: int) -> None:
     flags = {"num_machines": 2, "num_processes": 2, "main_process_ip": "127.0.0.1", "main_process_port": taken}
     assert f"Port {taken} is in use" in refusal({**flags, "machine_rank": 0})[0]
-    # On the others it is machine 0 that listens there.
+    # On the others it is node 0 that listens there.
     assert plan({**flags, "machine_rank": 1}).endpoint == f"127.0.0.1:{taken}"
 
 
@@ -352,7 +352,7 @@ def test_a_host_that_cannot_be_found() -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [(None, "c10d"), ("static", "c10d"), ("etcd-v2", "etcd-v2")])
-def test_the_kind_of_meeting(name: str | None, expected: str) -> None:
+def test_the_rendezvous_backend(name: str | None, expected: str) -> None:
     assert plan({"num_processes": 2, "rdzv_backend": name}).rdzv_backend == expected
 
 

@@ -1,4 +1,4 @@
-"""The checks of one machine: each a function from a `DoctorContext` to a `Finding`, one concept a file.
+"""The checks of one node: each a function from a `DoctorContext` to a `Finding`, one concept a file.
 
 They are listed by name and imported where they are run, in a process of their own: what one of them imports, breaks or
 waits for is nobody else's.

@@ -10,7 +10,7 @@ from lockstep.host import interfaces
 
 
 def own(context: DoctorContext) -> Finding:
-    """The host name must resolve to an address that other machines can reach: gloo tells it to them."""
+    """The host name must resolve to an address that other nodes can reach: gloo tells it to them."""
     name = socket.gethostname()
     present = interfaces.read()
     found = interfaces.resolve(name)
@@ -23,7 +23,7 @@ def own(context: DoctorContext) -> Finding:
             check="host name",
             status="error" if several and not told else "warning",
             what=f"{name} resolves to no address",
-            why="gloo falls back to the loopback then, where no other machine can reach it",
+            why="gloo falls back to the loopback then, where no other node can reach it",
             fix=_line(out, name),
             data=data,
         )
@@ -34,7 +34,7 @@ def own(context: DoctorContext) -> Finding:
             check="host name",
             status="error" if several and not told else "warning",
             what=f"{name} resolves to {first}, which is no address of this machine",
-            why="other machines that look for this one by its name find another, or nobody",
+            why="other nodes that look for this one by its name find another, or nobody",
             fix=_line(out, name),
             data=data,
         )
@@ -51,7 +51,7 @@ def own(context: DoctorContext) -> Finding:
         check="host name",
         status="error" if several else "warning",
         what=f"{name} resolves to {first}, which only means the machine itself",
-        why="on several machines gloo tells the others this address, and they wait for themselves",
+        why="on several nodes gloo tells the others this address, and they wait for themselves",
         fix=f"{_line(out, name)}, or export GLOO_SOCKET_IFNAME={out.name}; `lockstep launch` does the latter by itself",
         data=data,
     )

@@ -17,7 +17,7 @@ _CONNECT = 3.0
 
 
 def main_port(context: DoctorContext) -> Finding:
-    """On the main machine the port has to be free; from the others it has to be reachable."""
+    """On the main node the port has to be free; from the others it has to be reachable."""
     port, address = context.main_port, context.main_address
     data: dict[str, Any] = {"address": address, "port": port}
     if context.launched and port:
@@ -76,7 +76,7 @@ def _user(port: int) -> str:
 def firewall(context: DoctorContext) -> Finding:
     """Whether a connection to this machine's own outward address comes through, on a port that the system picks.
 
-    Between machines it is tried each way by `lockstep doctor` under a launcher, and by `lockstep doctor net`.
+    Between nodes it is tried each way by `lockstep doctor` under a launcher, and by `lockstep doctor net`.
     """
     out = interfaces.likely(interfaces.read())
     if out is None:
@@ -100,12 +100,12 @@ def firewall(context: DoctorContext) -> Finding:
         thread.join(_CONNECT)
     if not reason:
         what = f"a connection to {address} ({out.name}) at a port the system picks comes through on this machine"
-        return Finding(check="firewall", status="ok", what=f"{what}; between machines: lockstep doctor net", data=data)
+        return Finding(check="firewall", status="ok", what=f"{what}; between nodes: lockstep doctor net", data=data)
     return Finding(
         check="firewall",
         status="error",
         what=f"a connection of this machine to its own address {address} ({out.name}), port {port}, fails: {reason}",
-        why="ranks of one machine talk to each other like this",
+        why="ranks of one node talk to each other like this",
         fix="open it: nft list ruleset (or iptables -L -n) shows the rules; allow what comes from this machine",
         data={**data, "reason": reason},
     )

@@ -13,8 +13,8 @@ from lockstep.rundir.format_ranks import name_ranks, number_ranks
 _NOT_SHARED = ("lo", "docker", "veth", "virbr", "cni", "br-")
 """Interfaces that begin so lead nowhere outside their machine."""
 _CRUTCHES = {
-    "NCCL_P2P_DISABLE": "GPUs of one machine do not talk directly",
-    "NCCL_SHM_DISABLE": "processes of one machine talk over the network",
+    "NCCL_P2P_DISABLE": "GPUs of one node do not talk directly",
+    "NCCL_SHM_DISABLE": "processes of one node talk over the network",
     "NCCL_IB_DISABLE": "InfiniBand and RoCE are not used",
     "NCCL_NVLS_ENABLE": "NVLink SHARP is forced on or off",
     "NCCL_ALGO": "the algorithm is fixed for all sizes",
@@ -56,7 +56,7 @@ def _versions(summary: LogSummary) -> Iterator[Finding]:
         status="error",
         what=f"the ranks have different versions: {shares}",
         why="ranks of different versions do not understand each other: they hang, or fail with truncated messages",
-        fix="Install the same torch on every machine, and take other libnccl.so off LD_LIBRARY_PATH.",
+        fix="Install the same torch on every node, and take other libnccl.so off LD_LIBRARY_PATH.",
         data={"versions": data},
     )
 
@@ -89,7 +89,7 @@ def _ranks(summary: LogSummary) -> Iterator[Finding]:
             data=data,
         )
         return
-    on = f" on {machines} machine{'s' if machines > 1 else ''}" if machines else ""
+    on = f" on {machines} node{'s' if machines > 1 else ''}" if machines else ""
     if unseen:
         yield Finding(
             check="nccl start",
@@ -111,14 +111,14 @@ def _interface(summary: LogSummary) -> Iterator[Finding]:
     for host, found in summary.interfaces.items():
         for interface in found:
             names.setdefault(interface.split(" ")[0], set()).add(host)
-    chosen = ", ".join(f"{name} ({len(hosts)} machine{'s' if len(hosts) > 1 else ''})" for name, hosts in names.items())
+    chosen = ", ".join(f"{name} ({len(hosts)} node{'s' if len(hosts) > 1 else ''})" for name, hosts in names.items())
     network = " and ".join(sorted(summary.networks))
     ports = {card for cards in summary.cards.values() for card in cards}
     what = "; ".join(
         part
         for part in (
             f"meets over {chosen}" if chosen else "",
-            f"data between machines over {network}" if network else "",
+            f"data between nodes over {network}" if network else "",
             f"ports {_some(ports)}" if ports else "",
         )
         if part
@@ -134,8 +134,8 @@ def _interface(summary: LogSummary) -> Iterator[Finding]:
             check="nccl interface",
             status="warning",
             what=f"{what}; {_some(wrong)} leads nowhere outside its machine",
-            why="other machines cannot reach an address there: joining the group hangs or fails",
-            fix="NCCL_SOCKET_IFNAME=eth0, with the interface that all machines share (`ip -brief address`)",
+            why="other nodes cannot reach an address there: joining the group hangs or fails",
+            fix="NCCL_SOCKET_IFNAME=eth0, with the interface that all nodes share (`ip -brief address`)",
             data=data,
         )
         return
@@ -163,9 +163,9 @@ def _transports(summary: LogSummary) -> Iterator[Finding]:
         yield Finding(
             check="nccl transports",
             status="warning",
-            what=f"{what}. {_pairs(detour)} of one machine talk over the network",
-            why="within a machine NVLink, PCI (P2P) or shared memory are many times faster",
-            fix="Look for NCCL_P2P_DISABLE and NCCL_SHM_DISABLE, and for containers of one machine that do not share "
+            what=f"{what}. {_pairs(detour)} of one node talk over the network",
+            why="within a node NVLink, PCI (P2P) or shared memory are many times faster",
+            fix="Look for NCCL_P2P_DISABLE and NCCL_SHM_DISABLE, and for containers of one node that do not share "
             "/dev/shm (--ipc=host).",
             data=data,
         )

@@ -28,7 +28,7 @@ class LogPattern:
     regex: re.Pattern[str]
     """Found anywhere in the line."""
     level: str
-    """How bad it is: "error", "warning", or "note" for what is normal on many machines."""
+    """How bad it is: "error", "warning", or "note" for what is normal on many nodes."""
     meaning: str
     """What it says, in plain words."""
     remedies: tuple[str, ...]

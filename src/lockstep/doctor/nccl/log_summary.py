@@ -73,7 +73,7 @@ class LogSummary:
     versions: dict[str, set[int | str]] = field(default_factory=dict)
     """NCCL's version -> who has it: ranks, or processes whose rank is not known."""
     drivers: set[str] = field(default_factory=set)
-    """The newest CUDA that the machines' drivers support."""
+    """The newest CUDA that the nodes' drivers support."""
     processes: int = 0
     """Processes that wrote."""
     communicators: list[Communicator] = field(default_factory=list)
@@ -83,7 +83,7 @@ class LogSummary:
     cards: dict[str, set[str]] = field(default_factory=dict)
     """Machine -> its InfiniBand or RoCE ports."""
     networks: set[str] = field(default_factory=set)
-    """What NCCL chose between machines: "IB", "Socket", …"""
+    """What NCCL chose between nodes: "IB", "Socket", …"""
     settings: dict[str, dict[str, set[int | str]]] = field(default_factory=dict)
     """Variable -> value -> who has it."""
     problems: list[Problem] = field(default_factory=list)

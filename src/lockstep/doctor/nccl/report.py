@@ -26,7 +26,7 @@ def lines(reading: Reading, width: int | None = None) -> Iterator[str]:
     notes = [finding for finding in messages if finding.status == "ok"]
     if notes:
         yield ""
-        yield "Normal on many machines:"
+        yield "Normal on many nodes:"
         for finding in notes:
             yield from textwrap.wrap(
                 f"{finding.data['log']}:{finding.data['line']}: {finding.why}",

@@ -1,7 +1,7 @@
 """Who waited in which collective when torch's watchdog gave up, and who was not there.
 
 Torch numbers the collectives of each group. A rank that waits says the number it waits in; every rank, also one that is
-told of the time-out by another, says the last number that it has started and the last that it has finished. Side by
+told of the timeout by another, says the last number that it has started and the last that it has finished. Side by
 side they name the rank that is missing, which no line does by itself.
 """
 
@@ -47,7 +47,7 @@ class Reached:
     """How far a rank has come in a group; -1 is before the first."""
 
     at: int | None = None
-    """The collective it waited in until the time-out; None for one that was only told of it."""
+    """The collective it waited in until the timeout; None for one that was only told of it."""
     started: int | None = None
     """The last one it has started."""
     finished: int | None = None
@@ -136,7 +136,7 @@ def _one(waiting: Waiting, group: str, members: dict[int, Reached], number: int,
     kinds = sorted({_called(work) for work in works.values()})
     name = kinds[0] if len(kinds) == 1 else "a collective"
     of = "" if _is_whole(group) else f" of group {group}"
-    parts = [f"{name_ranks(inside, _FEW)} waited in {name}, number {number}{of}, until the time-out"]
+    parts = [f"{name_ranks(inside, _FEW)} waited in {name}, number {number}{of}, until the timeout"]
     if absent:
         last = sorted({members[rank].started or 0 for rank in absent})
         far = f"number {last[0]}" if len(last) == 1 else f"numbers {last[0]} to {last[-1]}"

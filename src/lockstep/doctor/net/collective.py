@@ -136,7 +136,7 @@ class Collective:
             return True
         import psutil
 
-        # Every rank of the machine needs as much, and gloo again as much.
+        # Every rank of the node needs as much, and gloo again as much.
         return bool(psutil.virtual_memory().available > 3 * size * self.size)
 
     def _time(self, size: int) -> float:

@@ -1,4 +1,4 @@
-"""Whether the ranks of a machine get in each other's way on its cores.
+"""Whether the ranks of a node get in each other's way on its cores.
 
 A launcher may give each rank cores of its own, so one rank does not know what there is for all: they tell each other.
 """
@@ -16,7 +16,7 @@ _FEW = 6
 
 
 def findings(members: Sequence[RankInfo]) -> Iterator[Finding]:
-    """Cores and threads of each machine whose ranks have told them; machines that are alike are told once."""
+    """Cores and threads of each node whose ranks have told them; nodes that are alike are told once."""
     by_host: dict[str, list[RankInfo]] = {}
     for member in members:
         if member.cores:

@@ -34,7 +34,7 @@ def introduce(
     *,
     script: Path | None = None,
 ) -> RankInfo:
-    """This rank: where the others reach it, over what, and what must be the same on all machines."""
+    """This rank: where the others reach it, over what, and what must be the same on all nodes."""
     present = interfaces.read()
     choice = choose(topology, environ)
     holder = None if choice.interface is None else next((i for i in present if i.name == choice.interface), None)
@@ -94,7 +94,7 @@ def _ways_out(present: Sequence[interfaces.Interface], main: str | None) -> dict
 
 
 def versions(script: Path | None = None) -> dict[str, str]:
-    """What must be the same on all machines."""
+    """What must be the same on all nodes."""
     found = {"torch": metadata.version("torch"), "python": platform.python_version(), "lockstep": lockstep.__version__}
     found["lockstep source"] = _digest_folder(Path(lockstep.__file__).parent)
     if script is not None:

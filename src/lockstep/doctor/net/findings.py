@@ -16,7 +16,7 @@ from lockstep.rundir.format_ranks import name_ranks
 FEW = 6
 """Names that are listed."""
 SKEW = 1.0
-"""Seconds by which clocks may differ before logs of several machines cannot be read side by side."""
+"""Seconds by which clocks may differ before logs of several nodes cannot be read side by side."""
 
 
 def findings(report: NetReport) -> list[Finding]:
@@ -48,7 +48,7 @@ def _presence(report: NetReport) -> Finding:
             fix="look at the output of those ranks: they failed to start, or cannot reach the main address and port",
             data={"missing": list(report.missing)},
         )
-    where = f"{hosts} machine{'s' if hosts > 1 else ''}"
+    where = f"{hosts} node{'s' if hosts > 1 else ''}"
     return Finding(check="ranks", status="ok", what=f"all {count} are there, on {where}", data={"missing": []})
 
 
@@ -74,7 +74,7 @@ def broken_pairs(report: NetReport) -> set[Pair]:
 
 
 def connections(report: NetReport) -> Iterator[Finding]:
-    """Machines whose ranks cannot connect; one that many others cannot talk to is told once. Or that all is well."""
+    """Nodes whose ranks cannot connect; one that many others cannot talk to is told once. Or that all is well."""
     by_rank = {member.rank: member for member in report.members}
     failed: dict[tuple[str, str], list[Contact]] = defaultdict(list)
     for contact in report.contacts:
@@ -97,7 +97,7 @@ def connections(report: NetReport) -> Iterator[Finding]:
 def _lonely(
     by_rank: dict[int, RankInfo], host: str, others: Sequence[str], failed: Mapping[tuple[str, str], list[Contact]]
 ) -> Finding:
-    """One finding for a machine that many others cannot talk to; the pair that stands for all is named in full."""
+    """One finding for a node that many others cannot talk to; the pair that stands for all is named in full."""
     from_it = [contact for other in others for contact in failed.get((host, other), [])]
     to_it = [contact for other in others for contact in failed.get((other, host), [])]
     first = _unreachable(by_rank, (to_it or from_it)[:1], [])
@@ -106,7 +106,7 @@ def _lonely(
     pairs = sorted({_pair(contact) for contact in (*from_it, *to_it)})
     return replace(
         first,
-        what=f"{host} and {len(others)} other machines cannot talk ({into} cannot connect to it, it cannot connect to "
+        what=f"{host} and {len(others)} other nodes cannot talk ({into} cannot connect to it, it cannot connect to "
         f"{out}): {named(others)}. One of {len(pairs)} pairs: {first.what}",
         data={
             **first.data,
@@ -152,7 +152,7 @@ def _remedy(contact: Contact, target: RankInfo, instead: str) -> str:
     if "refused" in contact.error or "somebody else" in contact.error:
         return f"see that {target.address} is an address of {target.host} alone, and that no firewall refuses"
     return (
-        f"open all TCP ports between the machines (ranks listen on ports that the system picks: "
+        f"open all TCP ports between the nodes (ranks listen on ports that the system picks: "
         f"cat /proc/sys/net/ipv4/ip_local_port_range); test one with: nc -vz {target.address} PORT"
     )
 
@@ -182,7 +182,7 @@ def _clocks(report: NetReport) -> Iterator[Finding]:
         check="clocks",
         status="warning",
         what=f"the clock of {by_rank[ahead].host} is {abs(offset):.1f} s ahead of that of {by_rank[behind].host}",
-        why="logs of the machines cannot be read side by side, and time stamps of files mislead",
+        why="logs of the nodes cannot be read side by side, and time stamps of files mislead",
         fix="switch time synchronisation on, on both: timedatectl set-ntp true",
         data={**data, "ahead": by_rank[ahead].host, "behind": by_rank[behind].host},
     )
@@ -192,13 +192,13 @@ _WHY = {
     "torch": "ranks with different versions of torch can hang or compute differently",
     "python": "what one Python pickles another may not read",
     "lockstep": "ranks with different versions of lockstep may not understand each other",
-    "lockstep source": "the version is the same and the code is not: one machine has been changed by hand",
+    "lockstep source": "the version is the same and the code is not: one node has been changed by hand",
     "script": "ranks that run different scripts call different collectives, and hang",
 }
 
 
 def versions(members: Sequence[RankInfo]) -> Iterator[Finding]:
-    """One finding for each thing that is not the same on all machines; one for all that is."""
+    """One finding for each thing that is not the same on all nodes; one for all that is."""
     firsts = list(_first_per_host(members))
     names = list(dict.fromkeys(name for member in firsts for name in member.versions))
     same = []
@@ -213,16 +213,16 @@ def versions(members: Sequence[RankInfo]) -> Iterator[Finding]:
             check=name,
             status="error",
             what="; ".join(f"{value} on {', '.join(hosts)}" for value, hosts in having.items()),
-            why=_WHY.get(name, "it must be the same on every machine"),
-            fix="install the same on every machine" if name != "script" else "copy the same script to every machine",
+            why=_WHY.get(name, "it must be the same on every node"),
+            fix="install the same on every node" if name != "script" else "copy the same script to every node",
             data=dict(having),
         )
     if same and len(firsts) > 1:
-        yield Finding(check="versions", status="ok", what=f"the same on {len(firsts)} machines: {', '.join(same)}")
+        yield Finding(check="versions", status="ok", what=f"the same on {len(firsts)} nodes: {', '.join(same)}")
 
 
 def _devices(members: Sequence[RankInfo]) -> Iterator[Finding]:
-    """GPUs of the job that are not alike, over all machines."""
+    """GPUs of the job that are not alike, over all nodes."""
     having: dict[tuple[str, int], list[RankInfo]] = defaultdict(list)
     for member in members:
         if member.device_name:

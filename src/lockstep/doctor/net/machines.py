@@ -1,4 +1,4 @@
-"""What the checks of each machine have found, side by side: what is the same on several is told once."""
+"""What the checks of each node have found, side by side: what is the same on several is told once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lockstep.doctor.net.results import RankInfo
 
 _NAMES = 6
 MANY = 4
-"""Machines that one cannot talk to from which on it is the one to look at."""
+"""Nodes that one cannot talk to from which on it is the one to look at."""
 _ROWS = 2
-"""Rows of one check and status that are shown in full, where more machines have something of their own to say."""
+"""Rows of one check and status that are shown in full, where more nodes have something of their own to say."""
 
 
 def findings(members: Sequence[RankInfo]) -> Iterator[Finding]:
-    """Check by check, one finding for all machines that say the same."""
+    """Check by check, one finding for all nodes that say the same."""
     hosts: dict[str, list[str]] = {}
     firsts: dict[str, Finding] = {}
     for member in members:
@@ -29,13 +29,13 @@ def findings(members: Sequence[RankInfo]) -> Iterator[Finding]:
     order = {check: number for number, check in enumerate(dict.fromkeys(each.check for each in firsts.values()))}
     machines = len({member.host for member in members})
     for key in sorted(firsts, key=lambda key: order[firsts[key].check]):
-        where = f"all {machines} machines" if len(hosts[key]) == machines > 1 else named(hosts[key])
+        where = f"all {machines} nodes" if len(hosts[key]) == machines > 1 else named(hosts[key])
         finding = firsts[key]
         yield replace(finding, what=f"{where}: {finding.what}", data={**finding.data, "hosts": hosts[key]})
 
 
 def brief(found: Sequence[Finding]) -> Iterator[Finding]:
-    """For the screen: of the rows that say the same of many machines, each with its own figures, the first ones."""
+    """For the screen: of the rows that say the same of many nodes, each with its own figures, the first ones."""
     alike: dict[tuple[str, str], list[Finding]] = {}
     for finding in found:
         alike.setdefault((finding.check, finding.status), []).append(finding)
@@ -48,7 +48,7 @@ def brief(found: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def cut_off(apart: Set[frozenset[str]]) -> Iterator[tuple[str, list[str]]]:
-    """Machines that many others cannot talk to, the worst first, each with those others that were not named before."""
+    """Nodes that many others cannot talk to, the worst first, each with those others that were not named before."""
     partners: dict[str, set[str]] = defaultdict(set)
     for hosts in apart:
         for host in hosts:

@@ -30,7 +30,7 @@ from lockstep.topology.topology import Topology, discover
 
 Say = Callable[[str], None]
 MOST_PAIRS = 2016
-"""Pairs that are all measured: those of 64 ranks. Of more ranks, one on each machine stands for the others."""
+"""Pairs that are all measured: those of 64 ranks. Of more ranks, one on each node stands for the others."""
 
 _SLACK = 20.0
 """Seconds for what has been told already, or is told once rank 0 has stopped waiting."""
@@ -51,7 +51,7 @@ class NetOptions:
     send_recv: bool = False
     """Whether to measure send and receive of the process group between all pairs on the CPU too."""
     script: Path | None = None
-    """A script that must be the same on every machine."""
+    """A script that must be the same on every node."""
 
     @property
     def pings(self) -> int:
@@ -134,7 +134,7 @@ class _NetRun:
         self.started = time.monotonic()
         hosts = {rank: member.host for rank, member in members.items()}
         count = len(set(hosts.values()))
-        self.said(f"{len(members)} of {self.channel.world_size} ranks on {count} machine{'s' if count > 1 else ''}")
+        self.said(f"{len(members)} of {self.channel.world_size} ranks on {count} node{'s' if count > 1 else ''}")
         pairs = schedule.fewer(hosts, list(combinations(sorted(hosts), 2)), MOST_PAIRS)
         peers = {rank for pair in pairs if own.rank in pair for rank in pair}
         tried, contacts, lines = self._connect(own, members, peers)
@@ -176,7 +176,7 @@ class _NetRun:
         return distinguish_hosts({rank: RankInfo.of(plain) for rank, plain in heard.items()})
 
     def _with_findings(self, members: Mapping[int, RankInfo]) -> dict[int, RankInfo]:
-        """Called on: rank 0. What the checks of each machine have found, told by its first rank before it was met."""
+        """Called on: rank 0. What the checks of each node have found, told by its first rank before it was met."""
         firsts = [rank for rank, member in members.items() if member.local_rank == 0]
         told = self.channel.receive("findings", links.CONNECT, of=firsts)
         return {rank: replace(member, findings=told.get(rank, ())) for rank, member in members.items()}
@@ -206,7 +206,7 @@ class _NetRun:
     def _raise_alarm(
         self, members: Mapping[int, RankInfo], contacts: Sequence[Contact], named: set[frozenset[str]]
     ) -> set[frozenset[str]]:
-        """Say at once who cannot talk, but for the machines that are named already; those that are now."""
+        """Say at once who cannot talk, but for the nodes that are named already; those that are now."""
         if self.alarm is None:
             return named
         seen = [members[rank] for rank in sorted(members)]
@@ -337,7 +337,7 @@ class _NetRun:
 
 
 def distinguish_hosts(members: dict[int, RankInfo]) -> dict[int, RankInfo]:
-    """Machines that have the same name get their number added, so that they are two."""
+    """Nodes that have the same name get their number added, so that they are two."""
     machines: dict[str, set[str]] = {}
     for member in members.values():
         machines.setdefault(member.host, set()).add(member.machine)
@@ -359,7 +359,7 @@ def merged(told: Sequence[Link]) -> list[Link]:
 
 
 def judged(report: NetReport, *, brief: bool = False) -> list[Finding]:
-    """The findings of the machines, then those of the network; ``brief`` for the screen."""
+    """The findings of the nodes, then those of the network; ``brief`` for the screen."""
     own = list(machines.findings(report.members))
     return [*(machines.brief(own) if brief else own), *network_findings.findings(report)]
 

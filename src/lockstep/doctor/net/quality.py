@@ -20,9 +20,9 @@ LESS = 0.5
 ENOUGH = 3
 """Lines of one kind from which on there is a middle that means something."""
 NOISE = {True: 200e-6, False: 50e-6}
-"""Seconds by which latencies may differ, inside a machine and between two, when it has other things to do."""
+"""Seconds by which latencies may differ, inside a node and between two, when it has other things to do."""
 FAR = 1e-3
-"""Seconds of latency between machines from which on every collective of small tensors is slow."""
+"""Seconds of latency between nodes from which on every collective of small tensors is slow."""
 STREAM = 10_000
 """Mbit/s that one stream of one process can be expected to give, however fast the hardware."""
 EXPECTED = 0.3
@@ -106,7 +106,7 @@ def broken(report: NetReport) -> Iterator[Finding]:
         largest = min(filter(None, (a.mtu, b.mtu)), default=1500)
         return (
             "mostly the largest packets (MTU) do not fit a switch or tunnel on the way: on "
-            f"{a.host} try `ping -M do -s {largest - 28} {b.address}`; if only smaller ones pass, on every machine: "
+            f"{a.host} try `ping -M do -s {largest - 28} {b.address}`; if only smaller ones pass, on every node: "
             f"ip link set {a.interface} mtu {1500 if largest > 1500 else 1400}. Else look at cable and firewall"
         )
 
@@ -156,14 +156,14 @@ def _by_machines(
     why: str,
     fix: Callable[[Sequence[str], Pair], str],
 ) -> Iterator[Finding]:
-    """One finding for each two machines, or for one that has the same with many; the first pair is named in full."""
+    """One finding for each two nodes, or for one that has the same with many; the first pair is named in full."""
     grouped: dict[frozenset[str], list[Pair]] = defaultdict(list)
     for pair in sorted(found):
         grouped[frozenset(by_rank[rank].host for rank in pair)].append(pair)
     told: list[tuple[list[str], list[Pair], str]] = []
     for host, others in cut_off(set(grouped)):
         pairs = [pair for other in others for pair in grouped.pop(frozenset((host, other)))]
-        start = f"{len(pairs)} between {host} and {len(others)} other machines ({named(others)}); one of them: "
+        start = f"{len(pairs)} between {host} and {len(others)} other nodes ({named(others)}); one of them: "
         told.append(([host, *others], pairs, start))
     for hosts, pairs in grouped.items():
         one, *rest = sorted(hosts)
@@ -172,7 +172,7 @@ def _by_machines(
         a, b = (by_rank[rank] for rank in pairs[0])
         more = 0 if start else 2
         rest_of = "".join(f"; ranks {pair[0]} and {pair[1]}: {found[pair][0]}" for pair in pairs[1 : 1 + more])
-        rest_of += f"; {len(pairs) - 3} more between the same machines" if more and len(pairs) > 3 else ""
+        rest_of += f"; {len(pairs) - 3} more between the same nodes" if more and len(pairs) > 3 else ""
         yield Finding(
             check=check,
             status=status,

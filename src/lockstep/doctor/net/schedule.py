@@ -9,9 +9,9 @@ Pair = tuple[int, int]
 
 
 def rounds(hosts: Mapping[int, str], pairs: Iterable[Pair] | None = None) -> list[list[Pair]]:
-    """The pairs in rounds in which no machine is used twice: those of one round can be measured at the same time.
+    """The pairs in rounds in which no node is used twice: those of one round can be measured at the same time.
 
-    ``hosts`` has the machine of each rank. Pairs of ranks on one machine use that machine alone.
+    ``hosts`` has the machine of each rank. Pairs of ranks on one node use that machine alone.
     """
     left = list(combinations(sorted(hosts), 2)) if pairs is None else list(pairs)
     made: list[list[Pair]] = []
@@ -32,7 +32,7 @@ def rounds(hosts: Mapping[int, str], pairs: Iterable[Pair] | None = None) -> lis
 
 
 def fewer(hosts: Mapping[int, str], pairs: Sequence[Pair], most: int) -> list[Pair]:
-    """All pairs, unless they are more than ``most``: then, between machines, only those of each one's first rank."""
+    """All pairs, unless they are more than ``most``: then, between nodes, only those of each one's first rank."""
     if len(pairs) <= most:
         return list(pairs)
     first = {host: min(rank for rank in hosts if hosts[rank] == host) for host in hosts.values()}

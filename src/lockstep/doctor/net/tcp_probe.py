@@ -120,7 +120,7 @@ def dial(address: str, port: int, token: str, rank: int, limit: float) -> socket
         except EOFError:
             answer = b""
         if answer != token.encode():
-            raise ConnectionRefusedError(0, "somebody else answers there: the address leads to another machine")
+            raise ConnectionRefusedError(0, "somebody else answers there: the address leads to another node")
     except BaseException:
         line.close()
         raise

@@ -47,7 +47,7 @@ def _shares(report: NetReport, link: Link) -> dict[str, Any]:
 
 
 def reference(report: NetReport, link: Link) -> tuple[float | None, str]:
-    """What a line cannot exceed: a copy in memory inside a machine, the slower interface between two."""
+    """What a line cannot exceed: a copy in memory inside a node, the slower interface between two."""
     by_rank = {member.rank: member for member in report.members}
     if by_rank[link.a].host == by_rank[link.b].host:
         return _copies(report).get(by_rank[link.a].host), "memory copy"
@@ -74,13 +74,13 @@ def lines(report: NetReport, findings: Sequence[Finding]) -> Iterator[str]:
         if any(link.device_rate is not None for link in report.links):
             yield from _matrix(report, "Latency by send and receive on the devices", _device_latency)
             yield from _matrix(report, "Rate by send and receive on the devices", _device_rate)
-        yield "  * stands out; see below. Inside a machine the hardware is a copy in memory; between two, the slower"
+        yield "  * stands out; see below. Inside a node the hardware is a copy in memory; between two, the slower"
         yield "  interface. A dash where it does not say what it can do."
         yield ""
     elif report.links:
         yield f"{len(report.members)} ranks: the matrices are in --json and --html."
         if len(report.links) < len(report.members) * (len(report.members) - 1) // 2 - len(broken):
-            yield "Between machines one rank of each was measured: with so many, it stands for the others."
+            yield "Between nodes one rank of each was measured: with so many, it stands for the others."
         yield ""
     if report.points:
         yield from _curve(report)

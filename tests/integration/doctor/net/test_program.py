@@ -23,7 +23,7 @@ PER_MACHINE = 2
 
 
 class Job:
-    """Ranks, two to a machine; each thread does what a process of the job would."""
+    """Ranks, two to a node; each thread does what a process of the job would."""
 
     def __init__(self, patience: float = 20.0) -> None:
         self.store = dist.HashStore()
@@ -94,7 +94,7 @@ def test_all_is_well() -> None:
     assert len(report.links) == WORLD * (WORLD - 1) // 2
     assert report.group == list(range(WORLD))
     kernel = next(finding for finding in program.judged(report) if finding.check == "kernel")
-    assert kernel.what == "all 3 machines: Linux 6"
+    assert kernel.what == "all 3 nodes: Linux 6"
     assert [job.results[rank] for rank in range(1, WORLD)] == [None] * (WORLD - 1)
 
 

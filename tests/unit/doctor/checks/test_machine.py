@@ -1,4 +1,4 @@
-"""The checks of one machine, run for real here, and on what is known to be wrong."""
+"""The checks of one node, run for real here, and on what is known to be wrong."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_process_that_is_tied_to_one_core() -> None:
 
 @pytest.fixture
 def net(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A machine with these interfaces, whose name resolves to this."""
+    """A node with these interfaces, whose name resolves to this."""
 
     def make(present: list[Interface], resolved: list[str], route: str | None = None) -> None:
         monkeypatch.setattr(interfaces, "read", lambda: present)

@@ -1,4 +1,4 @@
-"""Ranks of one machine that get in each other's way, and those that only seem to."""
+"""Ranks of one node that get in each other's way, and those that only seem to."""
 
 from __future__ import annotations
 

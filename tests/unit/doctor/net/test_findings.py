@@ -54,9 +54,7 @@ def test_a_slow_machine_among_many_is_told_once() -> None:
     for peer in range(1, 12):
         report = with_link(report, 0, peer, back=1e7)
     (slow,) = found(report, "slow line")
-    assert slow.what.startswith(
-        "11 between n0 and 11 other machines (n1, n10, n11, n2, n3, n4 and 5 more); one of them: "
-    )
+    assert slow.what.startswith("11 between n0 and 11 other nodes (n1, n10, n11, n2, n3, n4 and 5 more); one of them: ")
     assert "rank 0 on n0 (eth0 10.0.0.1) and rank 1 on n1 (eth0 10.0.0.2): 10.0 MB/s from rank 1 to 0" in slow.what
     assert len(slow.data["pairs"]) == len(slow.data["marks"]) == 11
     assert "switch port of n0" in slow.fix
@@ -70,7 +68,7 @@ def test_a_machine_that_nobody_can_talk_to_is_told_once_and_the_others_by_pairs(
     report = with_contact(report, 0, 1, "connection refused")
     alone, pair = found(report, "connections")
     assert alone.what.startswith(
-        "n7 and 7 other machines cannot talk (7 cannot connect to it, it cannot connect to 1): n0"
+        "n7 and 7 other nodes cannot talk (7 cannot connect to it, it cannot connect to 1): n0"
     )
     assert "rank 0 on n0 (eth0 10.0.0.1) cannot connect to rank 7 on n7 (eth0 10.0.0.8): no answer" in alone.what
     assert len(alone.data["pairs"]) == 7

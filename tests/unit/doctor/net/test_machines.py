@@ -1,4 +1,4 @@
-"""What many machines say of themselves, told once where it is the same."""
+"""What many nodes say of themselves, told once where it is the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_what_is_the_same_is_told_once_and_the_rest_by_machines() -> None:
     same = Finding(check="kernel", status="ok", what="Linux 6")
     found = [member(number, same, memory(number)) for number in range(3)]
     assert [each.what for each in machines.findings(found)] == [
-        "all 3 machines: Linux 6",
+        "all 3 nodes: Linux 6",
         "n0: 0 GiB",
         "n1: 1 GiB",
         "n2: 2 GiB",

@@ -41,7 +41,7 @@ def test_who_failed_and_with_whom() -> None:
 def test_the_hardware_in_percent_and_marks() -> None:
     report = with_link(healthy(("a", "a", "b")), 0, 2, forth=1.25e8)
     shown = text(report)
-    assert "14%" in shown  # 1.1 of 8 GB/s inside a machine: a copy in memory
+    assert "14%" in shown  # 1.1 of 8 GB/s inside a node: a copy in memory
     assert "88%" in shown  # 1.1 of 1.25 GB/s: the interface
     assert "10%*" in shown
 

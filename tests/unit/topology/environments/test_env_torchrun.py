@@ -117,7 +117,7 @@ def test_the_node_follows_from_the_local_world_size() -> None:
         (("MASTER_ADDR", "MASTER_PORT"), "MASTER_ADDR and MASTER_PORT are not set"),
     ],
 )
-def test_several_processes_need_a_meeting_point(missing: tuple[str, ...], words: str) -> None:
+def test_several_processes_need_an_endpoint(missing: tuple[str, ...], words: str) -> None:
     with pytest.raises(TopologyError) as caught:
         torchrun.read(without(TORCHRUN, *missing))
     assert words in str(caught.value)
