@@ -139,6 +139,14 @@ ENTRIES: dict[str, CodeEntry] = {
         "in the same order on every rank.",
         "troubleshooting.md#shapes-that-do-not-match",
     ),
+    "LS1012": CodeEntry(
+        "a tracker of your own is incomplete",
+        "IncompleteTracker",
+        "A subclass of a tracker was used that does not define all that a tracker needs.",
+        "A method or an attribute is missing, or has another name.",
+        "Define what the message names; the page on trackers has a complete example.",
+        "tracking.md",
+    ),
     # ---------------------------------------------------------------- failures of a job
     "LS2001": CodeEntry(
         "ranks wait in different calls",

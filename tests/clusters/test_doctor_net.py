@@ -213,7 +213,9 @@ def test_a_machine_that_cannot_reach_the_meeting_point_says_so_and_the_rest_is_m
     assert told.link(0, 2)["forth"] > 0
     assert told.report["all_reduce"]["ranks"] == [0, 2]
     said = " ".join(told.errors.split())
-    assert "rank 1 on node1 (eth0 10.212.0.2) cannot connect to 10.212.0.1 port 29704, where all ranks meet" in said
+    assert (
+        "rank 1 on node1 (eth0 10.212.0.2) cannot connect to 10.212.0.1 port 29704, the rendezvous of all ranks" in said
+    )
     assert "nc -vz 10.212.0.1 29704" in said
     assert "socket.cpp" not in said  # torch is not let loose on a way that is closed
 

@@ -118,7 +118,7 @@ SECTIONS = {
     # Accelerate's troubleshooting guide, in its three versions
     "Troubleshoot": "troubleshooting#troubleshooting",
     "Logging": "troubleshooting#logging",
-    "Hanging code and timeout errors": "troubleshooting#code-that-hangs-and-time-outs",
+    "Hanging code and timeout errors": "troubleshooting#code-that-hangs-and-timeouts",
     "Mismatched tensor shapes": "troubleshooting#shapes-that-do-not-match",
     "Early stopping": "troubleshooting#early-stopping",
     "Low kernel versions on Linux": "troubleshooting#old-linux-kernels",
@@ -126,7 +126,7 @@ SECTIONS = {
     "Out-of-Memory": "troubleshooting#out-of-memory",
     "CUDA out of memory": "troubleshooting#out-of-memory",
     "find_executable_batch_size": "troubleshooting#out-of-memory",
-    "Non-reproducible results between device setups": "troubleshooting#results-that-differ-between-set-ups",
+    "Non-reproducible results between device setups": "troubleshooting#results-that-differ-between-setups",
     "Performance issues on different GPUs": "troubleshooting#gpus-of-different-kinds",
     "Ask for help": "troubleshooting#ask-for-help",
     "Forums": "help#questions",

@@ -160,7 +160,7 @@ def test_who_does_not_listen_is_not_signalled(tmp_path: Path, code: str, named: 
 def test_a_process_that_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={}) as process:
-        with pytest.raises(ConfigError, match="is no rank of a job"):
+        with pytest.raises(ConfigError, match="is not a rank of a known job"):
             call(str(process.pid))
         assert process.poll() is None
         process.terminate()

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _checkpoints(place: Path) -> tuple[list[Path], Path]:
     """The checkpoints that are meant, the newest first, and the folder of numbered ones."""
     if not place.is_dir():
-        raise ConfigError(f"{place} is no folder. Name a checkpoint, or the folder that checkpoints are in.")
+        raise ConfigError(f"{place} is not a folder. Name a checkpoint, or the folder that checkpoints are in.")
     for folder in (place, place / "checkpoints"):
         if commit.numbered(folder):
             return [path for _, path in commit.numbered(folder)], folder

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.doctor.net.results import NetReport
 
 _OFTEN, _SELDOM = 1.0, 16.0
-"""Seconds between two lines about what goes on."""
+"""Seconds between two lines about the progress."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -224,7 +224,7 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
 
 
 class _NetProgress:
-    """What is going on, on stderr: what is new at once or a second later, and what goes on for long ever less often."""
+    """The progress, on stderr: what is new at once or a second later, and what takes long ever less often."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()

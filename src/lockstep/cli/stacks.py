@@ -116,8 +116,8 @@ def _of_process(pid: int) -> tuple[RunDirectory, list[Snapshot]]:
                 return directory, boxes
     seen = "its environment does not name a run directory" if processes.started(pid) else "there is no such process"
     raise ConfigError(
-        f"Process {pid} is no rank of a job as far as can be seen from here: {seen}, and no black box under "
-        f"{os.path.abspath('.lockstep/runs')} is its. Name the run directory instead."
+        f"Process {pid} is not a rank of a known job: {seen}, and no black box under "
+        f"{os.path.abspath('.lockstep/runs')} belongs to it. Name the run directory instead."
     )
 
 

@@ -286,7 +286,7 @@ def _follow(directory: RunDirectory) -> None:
         while True:
             boxes = read_ranks(directory)
             looks.append(boxes)
-            note = absent(boxes) if boxes else "No rank has come to its Accelerator yet."
+            note = absent(boxes) if boxes else "No rank has created its Accelerator yet."
             live.update(render(directory, rows(boxes, rates(looks[0], boxes), memory(boxes)), note), refresh=True)
             if not any(_is_there(box) for box in boxes):
                 # A launcher that lives may start them again.

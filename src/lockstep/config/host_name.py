@@ -1,4 +1,4 @@
-"""What may stand where a host is named: it goes on the command lines of ssh, mpirun and srun."""
+"""What may stand where a host is named: it is part of the command lines of ssh, mpirun and srun."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Settings:
     numerics_record: NumericsRecord | None
     """Which batches' numbers are recorded, and where; None for none."""
     nan_policy: NanPolicy
-    """What is done about a loss or gradient that is no number."""
+    """What is done about a loss or gradient that is NaN or infinite."""
     reproducible: bool
     """Whether parameters are to come out the same on any number of processes."""
     save_on_signal: bool
@@ -352,7 +352,7 @@ def _with_optimizer(known: bool | None, guides: bool | None) -> bool:
 
 
 def read_nan_policy(argument: Any, environ: Mapping[str, str]) -> NanPolicy:
-    """What is to be done about bad numbers, from the argument or the environment."""
+    """What is to be done about NaN and inf, from the argument or the environment."""
     asked = None if argument is None else NanPolicy.parse(argument, "nan_policy")
     return resolve("nan_policy", asked, NanPolicy.WARN, environ, NanPolicy.parse).value
 

@@ -20,7 +20,7 @@ class DoctorContext:
     machines: int = 1
     """Nodes of the job."""
     main_address: str | None = None
-    """Where the ranks meet; None when nobody has said."""
+    """The address of the rendezvous; None when nobody has said."""
     main_port: int = 29500
     """The port they meet at."""
     launched: bool = False

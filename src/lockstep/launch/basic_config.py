@@ -55,7 +55,7 @@ def write_basic(path: Path, found: Detected, mixed_precision: str) -> Path:
 def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Path | bool:
     """Write a configuration file for this machine, as Accelerate's function of this name does.
 
-    The path, or False where there is a file already: that one is left as it is. Without ``save_location`` it is the
+    The path, or False where there is a file already: that one is not changed. Without ``save_location`` it is the
     file that ``lockstep launch`` reads by itself.
     """
     asked = str(mixed_precision).lower()

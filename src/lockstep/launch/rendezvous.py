@@ -1,4 +1,4 @@
-"""How the launchers of several nodes meet, by torch's rendezvous.
+"""How the launchers of several nodes find each other, by torch's rendezvous.
 
 Two things are added to it. Where nodes have numbers they keep them: torch numbers them as they come. And the attempt
 has a name that all nodes agree on: torch counts restarts on each node by itself, so that after a failure on one

@@ -83,7 +83,7 @@ def test_prune_leaves_files_that_are_not_the_checkpoints(project: Path, capsys: 
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (["ls", "no/such/folder"], "is no folder"),
+        (["ls", "no/such/folder"], "is not a folder"),
         (["prune", ".", "--keep", "0"], "at least 1"),
         (["prune", "."], "say how many"),
         (["ls", "empty"], "there is no checkpoint in it"),

@@ -41,7 +41,7 @@ def shared(context: DoctorContext) -> Finding:
 
 
 def allowed(context: DoctorContext) -> Finding:
-    """The memory limit of the control groups: what is above it is killed without a word."""
+    """The memory limit of the control groups: what is above it is killed without a message."""
     import psutil
 
     limit, memory = cgroups.memory(), psutil.virtual_memory()

@@ -1,4 +1,4 @@
-"""The port at which ranks meet: free here, or reachable there; and whether this machine lets itself be reached."""
+"""The port of the rendezvous: free here, or reachable there; and whether this machine lets itself be reached."""
 
 from __future__ import annotations
 

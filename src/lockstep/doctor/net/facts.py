@@ -1,4 +1,4 @@
-"""What this rank says of itself when the ranks meet."""
+"""What this rank says of itself at the rendezvous."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def broken(report: NetReport) -> Iterator[Finding]:
         found,
         check="broken line",
         status="error",
-        why="ranks meet and start over such a line, and hang when something large is sent, or fail when it is gone",
+        why="ranks connect and start over such a link, and hang when something large is sent, or fail when it breaks",
         fix=fix,
     )
 

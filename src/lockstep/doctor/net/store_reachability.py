@@ -53,14 +53,14 @@ def obstacle(own: RankInfo, address: str, port: int, reason: str) -> Finding:
             check="main address",
             status="warning",
             what=f"{own.name} finds nobody at {address} port {port}{leaving}: {reason}",
-            why="all ranks meet there: rank 0 has not started yet, or runs elsewhere, or a firewall refuses",
+            why="all ranks need this store: rank 0 has not started yet, runs elsewhere, or a firewall refuses",
             fix=f"see that rank 0 runs, that {address} is its machine, and that port {port} is open there",
             data=data,
         )
     return Finding(
         check="main address",
         status="error",
-        what=f"{own.name} cannot connect to {address} port {port}, where all ranks meet{leaving}: {reason}",
+        what=f"{own.name} cannot connect to {address} port {port}, the rendezvous of all ranks{leaving}: {reason}",
         why="without it this rank cannot take part, and a job would wait for it in vain",
         fix=f"see `ip route get {address}`, and open the port in the firewall there; try: nc -vz {address} {port}",
         data=data,
