@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 
 
 class HelpFormat(argparse.RawDescriptionHelpFormatter):
@@ -10,7 +11,6 @@ class HelpFormat(argparse.RawDescriptionHelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names = {name.replace("_", "-"): name for name in reversed(action.option_strings)}
-        if len(names) == len(action.option_strings):
-            return super()._format_action_invocation(action)
-        value = "" if action.nargs == 0 else f" {self._format_args(action, action.dest.upper())}"
-        return ", ".join(f"{name}{value}" for name in reversed(names.values()))
+        shown = copy.copy(action)
+        shown.option_strings = list(names.values())[::-1]
+        return super()._format_action_invocation(shown)
