@@ -24,6 +24,7 @@ from lockstep.errors import CheckpointError
 from lockstep.model_files import pickle_opcodes
 from lockstep.model_files.parallel_read import LARGE, Outline, UnfitError
 from lockstep.model_files.shared_tensors import view_key
+from lockstep.model_files.torch_file import WriteAhead
 from lockstep.storage.hashing import HashedFile
 from lockstep.storage.open_files import Opener, open_regular
 
@@ -125,7 +126,8 @@ def _is_shape(value: Any) -> TypeGuard[list[int]]:
 def write(value: Any, file: HashedFile) -> None:
     """Write a packed value as torch does; an error of the disk comes out as it is."""
     try:
-        torch.save(value, file)  # type: ignore[arg-type]  # it asks for no more than write and flush
+        with WriteAhead(file, tensors(value)) as ahead:
+            torch.save(value, ahead)  # type: ignore[arg-type]  # has what torch uses of a file
     except RuntimeError:
         if file.error is not None:  # torch makes an error of its own of it
             raise file.error from None

@@ -227,14 +227,14 @@ def finish(
 class HashingSink:
     """Opens files that are hashed while they are written, and keeps what they hash to."""
 
-    def __init__(self, site: SaveContext, pool: Any) -> None:
-        self._site, self._pool = site, pool
+    def __init__(self, site: SaveContext) -> None:
+        self._site = site
         self.files: list[HashedFile] = []
 
     def open(self, path: Path) -> AbstractContextManager[HashedFile]:
         """A new file; complete when the region ends."""
         site = self._site
-        file = HashedFile(path, site.disk, self._pool, durable=site.request.durable, moved=site.moved)
+        file = HashedFile(path, site.disk, durable=site.request.durable, moved=site.moved)
         self.files.append(file)
         return file
 
@@ -245,8 +245,8 @@ def _write(site: SaveContext, content: Content) -> dict[str, ManifestEntry]:
             f"{site.folder} was made by another rank and is not there on this machine. Save to a file system that all "
             "machines share, or use ProjectConfiguration(save_on_each_node=True)."
         )
-    with hashing.pool(2) as pool, ThreadPoolExecutor(1, thread_name_prefix="lockstep-write") as beside:
-        sink = HashingSink(site, pool)
+    with ThreadPoolExecutor(1, thread_name_prefix="lockstep-write") as beside:
+        sink = HashingSink(site)
         try:
             # The models in one thread, all else in this one: two files grow faster than one.
             models = beside.submit(_write_models, site, content, sink)
@@ -338,7 +338,7 @@ def _commit(site: SaveContext, entries: dict[str, ManifestEntry], content: Conte
         **{name: content.counters.get(name) for name in ("updates", "world_size")},
         "number": site.number,
     }
-    with hashing.pool() as pool, HashedFile(folder / manifest.NAME, disk, pool, durable=durable) as file:
+    with HashedFile(folder / manifest.NAME, disk, durable=durable) as file:
         file.write(Manifest(files=entries, about=about).dump())
     assert site.staging is not None
     unfinished = site.staging.publish()

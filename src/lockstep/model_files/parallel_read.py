@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.model_files.torch_archive import Archive
-from lockstep.storage.hashing import BLOCK, Digests
+from lockstep.storage.hashing import BLOCK, CHUNK, Digests
 from lockstep.torch_internals.tensor import offset_in_file
 
 LARGE = 1 << 24
 """Bytes from which on a file is worth it."""
+_MOST_TARGETS = 1024
+"""Of one call of the system (IOV_MAX)."""
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, np.ndarray)
 
 
@@ -52,25 +54,32 @@ class Outline:
         place, end = number * chunk, min((number + 1) * chunk, self._size)
         digests = Digests(chunk) if hashed else None
         while place < end:
-            target = self._target(place, end)
-            got = os.preadv(self._descriptor, [target], place)
+            targets = self._targets_from(place, min(end, place + CHUNK))
+            got = os.preadv(self._descriptor, targets, place)
             if not got:
                 break  # it has become shorter, which its hash tells
-            if digests is not None:
-                digests.update(target[:got])
             place += got
+            for target in targets:
+                if digests is not None:
+                    digests.update(target[:got])
+                got -= min(got, len(target))
         return None if digests is None else digests.finish()[0]
 
-    def _target(self, place: int, end: int) -> memoryview:
-        """Where the bytes from there on go: into a tensor, or, between two of them, nowhere."""
+    def _targets_from(self, place: int, end: int) -> list[memoryview]:
+        """Where these bytes go, or the first of them: into tensors, or, between two of them, nowhere."""
+        targets: list[memoryview] = []
         number = bisect_right(self._starts, place)
-        if number:
-            within = place - self._starts[number - 1]
-            target = self._targets[number - 1]
-            if within < len(target):
-                return target[within : within + min(BLOCK, end - place)]
-        upto = self._starts[number] if number < len(self._starts) else end
-        return memoryview(bytearray(min(BLOCK, upto - place, end - place)))
+        while place < end and len(targets) < _MOST_TARGETS:
+            if number and place < self._starts[number - 1] + len(self._targets[number - 1]):
+                within = place - self._starts[number - 1]
+                target = self._targets[number - 1][within : within + end - place]
+            else:
+                upto = min(end, self._starts[number]) if number < len(self._starts) else end
+                target = memoryview(bytearray(min(BLOCK, upto - place)))
+                number += place + len(target) == upto
+            targets.append(target)
+            place += len(target)
+        return targets
 
     def _make(self, value: Any, made: dict[int, Any]) -> Any:
         kind = type(value)

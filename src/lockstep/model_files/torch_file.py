@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,21 +22,50 @@ from lockstep.model_files.tensor_entry import InFile
 from lockstep.model_files.writer import PLAIN, Opened, Sink
 from lockstep.storage.open_files import Opener, open_regular
 
+_WORTH_A_THREAD = 1 << 18
+"""Bytes."""
 
-class _ForTorch:
-    """An opened file with what else ``torch.save`` asks of one."""
 
-    def __init__(self, file: Opened) -> None:
-        self.write = file.write
+class WriteAhead:
+    """An opened file for ``torch.save``: while torch computes the checksum of a record, the one before is written.
+
+    ``kept``: tensors that stay in memory until the region ends. Whatever else torch passes on is written at once.
+    """
+
+    def __init__(self, file: Opened, kept: Iterable[Tensor]) -> None:
+        storages = (tensor.untyped_storage() for tensor in kept if tensor.device.type == "cpu")
+        self._kept = {storage.data_ptr() for storage in storages if storage.nbytes() >= _WORTH_A_THREAD}
+        self._file, self._pending = file, Future[object]()
+        self._pending.set_result(None)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="lockstep-write-ahead")
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write these bytes after those before them, or raise what these have met."""
+        view = memoryview(data)
+        self.flush()
+        if len(view) >= _WORTH_A_THREAD and np.frombuffer(view, np.uint8).ctypes.data in self._kept:
+            self._pending = self._pool.submit(self._file.write, view)
+        else:
+            self._file.write(view)
+        return len(view)
 
     def flush(self) -> None:
-        """Nothing: who opened the file closes it."""
+        """Wait until all is written."""
+        self._pending.result()
+
+    def __enter__(self) -> WriteAhead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
 
 
 def write(state: Mapping[str, Any], path: Path, sink: Sink = PLAIN) -> None:
     """Write the state dict; tensors that share memory in it do so again in the file."""
-    with sink.open(path) as file:
-        torch.save(_compact(state), _ForTorch(file))  # type: ignore[arg-type]  # has what torch uses of a file
+    compact = _compact(state)
+    kept = (value for value in compact.values() if isinstance(value, Tensor) and value.layout == torch.strided)
+    with sink.open(path) as file, WriteAhead(file, kept) as ahead:
+        torch.save(compact, ahead)  # type: ignore[arg-type]  # has what torch uses of a file
 
 
 def _compact(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +91,6 @@ class TorchTensor(InFile):
     """One tensor of a file."""
 
     file: TorchFile = field(repr=False)
-    """The file that it is in."""
 
     def read(self) -> Tensor:
         """A view of the mapped file; changing it changes memory only."""

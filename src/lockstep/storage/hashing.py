@@ -1,17 +1,18 @@
 """Hashes of files, taken while their bytes are written, and compared when they are read.
 
-A file is hashed in chunks, so that several threads, or several ranks, can share the work: while one chunk is written
-its hash is computed on another core.
+A file is hashed in chunks, so that several threads, or several ranks, can share the work of verifying it.
 
 XXH3 with 128 bits keeps up with memory, and lets go of the interpreter's lock; SHA-256 would take longer than all the
-rest of a save. It is meant to find damage, not forgery: whoever can change files can change the manifest.
+rest of a save. While a file is written it adds a seventh to the processor's time, as much as a second thread would
+cost. It is meant to find damage, not forgery: whoever can change files can change the manifest.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,8 +27,9 @@ ALGORITHM = "xxh3-128"
 CHUNK = 1 << 24
 _SMALL = 1 << 16
 """Up to this many bytes are collected before they are written: a call of the system, or of a thread, costs more."""
-BLOCK = 1 << 20
-"""Bytes that are read at a time: they are still in the cache when they are hashed."""
+BLOCK = 1 << 22
+"""Bytes that are hashed and written, or read and hashed, at a time. With less, threads spend their time waiting for the
+interpreter's lock; with more, the buffers to read into cost memory."""
 _AHEAD = 1 << 26
 """Bytes after which the system is told to begin writing them to the medium."""
 
@@ -40,7 +42,6 @@ class Digests:
         self._hash = xxhash.xxh3_128()
         self._filled = 0
         self.size = 0
-        """Bytes so far."""
         self._done: list[str] = []
 
     def update(self, data: memoryview) -> None:
@@ -73,20 +74,17 @@ class HashedFile:
         self,
         path: Path,
         disk: Disk,
-        pool: ThreadPoolExecutor,
         *,
         durable: bool = True,
         moved: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.path = path
-        """Where it is."""
         self.error: OSError | None = None
         """What writing failed with: whoever calls ``write`` may make another error of it."""
         self.chunks: tuple[str, ...] = ()
-        """The hash of each chunk."""
-        self._disk, self._pool, self._durable, self._moved = disk, pool, durable, moved
+        self._disk, self._durable, self._moved = disk, durable, moved
         self._digests = Digests()
-        self._told = self._started = 0
+        self._reported = self._started = 0
         self._collected = bytearray()
         self._given_up = False
         self._file = disk.open(path)
@@ -116,21 +114,16 @@ class HashedFile:
             self._pass_on(memoryview(collected))
 
     def _pass_on(self, view: memoryview) -> None:
-        """Hash in one thread what is written in this one."""
-        hashing: Future[None] | None = None
-        if len(view) > _SMALL:
-            hashing = self._pool.submit(self._digests.update, view)
-        try:
-            self._write_all(view)
-        except OSError as error:
-            self.error = error
-            raise
-        finally:
-            if hashing is not None:
-                hashing.result()
-        if hashing is None:
-            self._digests.update(view)
-        self._take()
+        """Hash and write, in parts: what was hashed is in the cache when it is written."""
+        for start in range(0, len(view), BLOCK):
+            part = view[start : start + BLOCK]
+            self._digests.update(part)
+            try:
+                self._write_all(part)
+            except OSError as error:
+                self.error = error
+                raise
+            self._take()
 
     def _write_all(self, view: memoryview) -> None:
         while view:
@@ -141,8 +134,8 @@ class HashedFile:
         if self._durable and size - self._started >= _AHEAD:
             self._disk.start_writing(self._file, self._started, size - self._started)
             self._started = size
-        self._moved(size - self._told)
-        self._told = size
+        self._moved(size - self._reported)
+        self._reported = size
 
     def close(self) -> None:
         """Bring the file to the medium, and close it."""
@@ -171,11 +164,21 @@ class HashedFile:
         self.close()
 
 
+_buffers = threading.local()
+
+
+def _buffer(size: int) -> memoryview:
+    """Memory to read into, the same for each chunk that a thread hashes: new memory costs more than reading does."""
+    if len(getattr(_buffers, "data", b"")) < size:
+        _buffers.data = bytearray(size)
+    return memoryview(_buffers.data)[:size]
+
+
 def hash_chunk(descriptor: int, number: int, chunk: int = CHUNK) -> str:
     """The hash of one chunk of an opened file, as it is on the disk now."""
     digests = Digests(chunk)
     place, end = number * chunk, (number + 1) * chunk
-    buffer = memoryview(bytearray(min(BLOCK, max(0, min(end, os.fstat(descriptor).st_size) - place))))
+    buffer = _buffer(min(BLOCK, max(0, min(end, os.fstat(descriptor).st_size) - place)))
     while place < end and buffer:
         got = os.preadv(descriptor, [buffer[: end - place]], place)
         if not got:

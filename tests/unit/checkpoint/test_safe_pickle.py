@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
+import os
 import pickle
+import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ PLAIN = st.recursive(
 
 def through_file(value: Any, path: Path) -> Any:
     path.unlink(missing_ok=True)
-    with hashing.pool() as pool, hashing.HashedFile(path, Disk(), pool, durable=False) as file:
+    with hashing.HashedFile(path, Disk(), durable=False) as file:
         safe_pickle.write(safe_pickle.pack(value, "it"), file)
     return safe_pickle.unpack(safe_pickle.read(path), path)
 
@@ -38,6 +41,52 @@ def through_file(value: Any, path: Path) -> Any:
 @given(PLAIN)
 def test_plain_values_come_back(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
     assert through_file(value, tmp_path_factory.getbasetemp() / "plain.bin") == value
+
+
+def test_a_file_is_what_torch_writes(tmp_path: Path) -> None:
+    """Large tensors are written in another thread, of which torch knows nothing."""
+    large = torch.arange(1 << 16)
+    parts = [
+        large,
+        torch.ones(3),
+        large[10:],
+        torch.empty(1 << 19).expand(2, -1),
+        torch.arange(1 << 18),
+        b"x" * (1 << 19),
+    ]
+    value = safe_pickle.pack({"parts": parts, "text": "y" * (1 << 20)}, "it")
+    with hashing.HashedFile(tmp_path / "ours", Disk(), durable=False) as file:
+        safe_pickle.write(value, file)
+    torch.save(value, tmp_path / "torch's")
+    ours, theirs = (zipfile.ZipFile(tmp_path / name) for name in ("ours", "torch's"))
+    assert ours.testzip() is None
+    contents = [{name.partition("/")[2]: file.read(name) for name in file.namelist()} for file in (ours, theirs)]
+    assert contents[0] == contents[1]
+    assert (file.size, file.chunks) == hashing.hash_file(tmp_path / "ours")
+
+
+class FullDisk(Disk):
+    """Takes some bytes and no more."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write(self, file: int, data: memoryview) -> int:
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(file, data)
+
+
+@pytest.mark.parametrize("room", [0, 1 << 20, 3 << 20, (4 << 20) + 500])
+def test_an_error_of_the_disk_comes_out_as_it_is(tmp_path: Path, room: int) -> None:
+    value = [torch.ones(1 << 18) for _ in range(4)]
+    with (
+        pytest.raises(OSError, match="No space left") as failure,
+        hashing.HashedFile(tmp_path / "a", FullDisk(room)) as file,
+    ):
+        safe_pickle.write(value, file)
+    assert failure.value.errno == errno.ENOSPC
 
 
 def test_tensors_arrays_and_the_rest_come_back(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_cuts_do_not_matter(pieces: list[bytes], chunk: int) -> None:
 def test_a_file_hashes_to_what_is_read_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     data = os.urandom(300_000)
-    with hashing.pool() as pool, HashedFile(tmp_path / "a", Disk(), pool, moved=told.append) as file:
+    with HashedFile(tmp_path / "a", Disk(), moved=told.append) as file:
         for start, end in ((0, 5), (5, 5), (5, 200_000), (200_000, 300_000)):
             file.write(data[start:end])
     assert (tmp_path / "a").read_bytes() == data
@@ -47,6 +47,6 @@ def test_a_file_hashes_to_what_is_read_from_it(tmp_path: Path, monkeypatch: pyte
 
 def test_an_existing_file_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("mine")
-    with hashing.pool() as pool, pytest.raises(FileExistsError):
-        HashedFile(tmp_path / "a", Disk(), pool)
+    with pytest.raises(FileExistsError):
+        HashedFile(tmp_path / "a", Disk())
     assert (tmp_path / "a").read_text() == "mine"
