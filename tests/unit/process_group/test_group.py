@@ -1,6 +1,8 @@
-"""What a rank asks the store for when it joins, without a job."""
+"""What a group does without a job: what it asks the store for when it joins, names, and who listens to it."""
 
 from __future__ import annotations
+
+import weakref
 
 import pytest
 import torch
@@ -30,3 +32,35 @@ def test_only_the_latest_name_of_a_line_is_remembered() -> None:
         assert [group.ordinal(f"save/{number}", "line 7") for _ in range(2)] == [0, 1]
     assert len(group._asked) == 2
     assert group.ordinal("loader") == 3
+
+
+class Listener:
+    """Notes what it is called for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def recovery_enabled(self) -> None:
+        self.calls.append("recovery")
+
+    def group_rebuilt(self) -> None:
+        self.calls.append("rebuilt")
+
+
+def test_listeners_are_called_for_as_long_as_they_live() -> None:
+    group = Group(Topology(device=torch.device("cpu")))
+    first, second = Listener(), Listener()
+    first.calls = second.calls
+    for listener in (first, second):
+        group.add_listener(listener)
+    group.enable_recovery()
+    group.enable_recovery()  # it is enabled already
+    assert second.calls == ["recovery", "recovery"]
+    gone = weakref.ref(first)
+    del first, listener
+    third = Listener()
+    group.add_listener(third)
+    assert gone() is None
+    group.recovery_enabled = False
+    group.enable_recovery()
+    assert (len(second.calls), third.calls) == (3, ["recovery"])
