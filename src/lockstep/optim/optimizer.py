@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         announce: Callable[[PreparedOptimizer], None] | None = None,
         gate: TrainingMonitor | None = None,
         stepped: Callable[[PreparedOptimizer], None] | None = None,
-        drop_held: Callable[[Sequence[Tensor]], None] | None = None,
+        drop_held: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
         # The base class is for isinstance only: its constructor would start a second optimizer.
         self.optimizer = optimizer
@@ -76,7 +76,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Clear the gradients, if an update was due."""
         if self._accumulation.sync_gradients:
             if self._drop_held is not None:
-                self._drop_held(self.parameters())
+                self._drop_held(self.optimizer)
             self.optimizer.zero_grad(set_to_none)
 
     @property

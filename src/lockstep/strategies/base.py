@@ -167,8 +167,8 @@ class Strategy:
         """Called on: all ranks, before an update. Whether any of them has found something in its gradients."""
         return finding
 
-    def drop_held(self, parameters: Sequence[Tensor]) -> None:
-        """Drop gradients of these parameters that were held back (``no_sync``), where they are not in ``grad``."""
+    def drop_held(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop gradients of its parameters that were held back (``no_sync``), where they are not in ``grad``."""
 
     def stepped(self, optimizer: Any) -> None:
         """Note that an optimizer has made a step."""

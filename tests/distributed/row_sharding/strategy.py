@@ -116,8 +116,8 @@ class RowSharding(Strategy):
     def any_rank(self, finding: bool) -> bool:
         return bool(tensors.reduce(self._group, torch.tensor(float(finding)), "max"))
 
-    def drop_held(self, parameters: Sequence[Tensor]) -> None:
-        dropped = {id(item) for item in parameters}
+    def drop_held(self, optimizer: torch.optim.Optimizer) -> None:
+        dropped = {id(item) for group in optimizer.param_groups for item in group["params"]}
         for owner in self._models:
             owner.drop_held(dropped)
 

@@ -176,6 +176,26 @@ def test_ranks_that_share_their_samples_train_what_one_process_trains(ranks: int
         same(found, wanted)
 
 
+def counted(same: bool) -> tuple[int, int, str]:
+    """By how much a schedule advances, how large a batch is on all ranks, and the line about the run."""
+    accelerator = (SameSamplesAccelerator if same else ShardingAccelerator)()
+    net, optimizer, schedule, loader = prepared(accelerator, "together", 4)
+    for x, y in loader:
+        accelerator.backward(nn.functional.mse_loss(net(x), y))
+        optimizer.step()
+    summary = accelerator._state.run_summary
+    assert summary is not None
+    return schedule.steps_per_update, loader.total_batch_size, summary.line()
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_schedules_and_batch_sizes_go_by_data_parallel_ranks(same: bool) -> None:
+    size = 1 if same else 2
+    for steps, batch, line in run_ranks(counted, 2, same):
+        assert (steps, batch) == (size, 4 * size)
+        assert f"effective batch {4 * size} (4 per process" in line
+
+
 # ---------------------------------------------------------------- what is refused
 
 
