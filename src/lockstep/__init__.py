@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         TopologyError,
         UsageError,
     )
+    from lockstep.host.packages import is_rich_available
     from lockstep.launch.notebook import debug_launcher, notebook_launcher
     from lockstep.memory.batch_size import find_executable_batch_size
     from lockstep.model_files.load import load_checkpoint_in_model
@@ -85,6 +86,7 @@ _PLACES = {
         "TopologyError",
         "UsageError",
     ),
+    "lockstep.host.packages": ("is_rich_available",),
     "lockstep.launch.notebook": ("debug_launcher", "notebook_launcher"),
     "lockstep.memory.batch_size": ("find_executable_batch_size",),
     "lockstep.offload.auto_device_map": ("infer_auto_device_map",),
@@ -136,6 +138,7 @@ __all__ = [
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "is_rich_available",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "notebook_launcher",

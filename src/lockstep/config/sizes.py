@@ -69,3 +69,12 @@ def check_size(value: Any, name: str) -> int:
     if isinstance(value, bool) or size < 1:
         raise ConfigError(f"{name}={value!r} is no batch size. Give a whole number of at least 1.")
     return size
+
+
+def convert_bytes(size: float) -> str:
+    """A number of bytes as people read it: ``1.5 KB``. A unit is 1024 of the one before."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"

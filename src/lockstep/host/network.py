@@ -58,3 +58,8 @@ def interface_of(own: str) -> str | None:
         if any(entry.address.split("%")[0] == own for entry in addresses):
             return str(name)
     return "lo" if own.startswith("127.") else None
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Whether something on this machine listens at the port (29500 where none is given)."""
+    return not knock("localhost", 29500 if port is None else port, 1.0)
