@@ -24,9 +24,9 @@ SCENARIOS = {
         EXPLAINED,
     ),
     "raises": "ValueError: sample 11 is broken",
-    "exits with 3": r"failed first: it left with sys.exit\(3\)|exitcode  : 3 ",
-    "asked to end": r"failed first: asked to end \(SIGTERM\)|exitcode  : -15 ",
-    "killed": r"failed first: killed \(SIGKILL\)|exitcode  : -9 ",
+    "exits with 3": r"exited with code 3|exitcode  : 3 ",
+    "asked to end": r"was asked to stop \(SIGTERM\)|exitcode  : -15 ",
+    "killed": r"was killed by SIGKILL|exitcode  : -9 ",
 }
 """Scenario -> the line that names the cause: the guard's, or of a rank that ended the launcher's own."""
 

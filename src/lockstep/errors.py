@@ -67,6 +67,13 @@ def walk_chain(error: _Chained | None, *, suppressed: bool = False) -> Iterator[
 class LockstepError(Exception):
     """The root of all errors that Lockstep raises on purpose."""
 
+    lead: str = ""
+    """What happened, in a sentence, where it is known of another rank than the one that raises this."""
+    cause: str = ""
+    """The likely cause, where it is known. The text has it, too."""
+    fix: str = ""
+    """What to do about it. The text has it, too."""
+
     @property
     def code(self) -> str:
         """Its code, such as LS1001: what ``lockstep explain`` takes. One of your own subclasses has its parent's."""
@@ -134,9 +141,6 @@ class PeerFailure(LockstepError, RuntimeError):
 
 class DistributedOperationException(LockstepError):
     """Ranks entered one collective with shapes, dtypes, structures or operations that differ."""
-
-    lead: str = ""
-    """The rank that strayed, and where, if that is known: the one that raises this may only have noticed."""
 
 
 class RankFailed(LockstepError, RuntimeError):

@@ -10,6 +10,7 @@ user installs another.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import os
@@ -200,7 +201,8 @@ class _OwnHandler(_StreamHandler):
         if any(not isinstance(handler, _OwnHandler) for _, handler in _on_path(logging.getLogger(record.name))):
             return
         self.stream = sys.stderr  # as it is now: notebooks and tests exchange it
-        super().emit(record)
+        with _above_bars(self.stream):
+            super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
         """Level, rank where there are several, name, message."""
@@ -208,6 +210,15 @@ class _OwnHandler(_StreamHandler):
         rank = f" [rank {place.rank}]" if place.world_size > 1 else ""
         self.formatter = logging.Formatter(f"%(levelname)s{rank} %(name)s: %(message)s")
         return super().format(record)
+
+
+def _above_bars(stream: Any) -> contextlib.AbstractContextManager[Any]:
+    """Progress bars of this process make room for a line, and are drawn again below it."""
+    bars = sys.modules.get("tqdm.std")  # not loaded: there is none
+    if bars is None:
+        return contextlib.nullcontext()
+    room: contextlib.AbstractContextManager[Any] = bars.tqdm.external_write_mode(file=stream)
+    return room
 
 
 def _on_path(logger: logging.Logger) -> Iterator[tuple[logging.Logger, logging.Handler]]:

@@ -81,7 +81,7 @@ def test_a_minute_of_evaluation_on_one_rank_is_told_and_left_alone(ended: Callab
     assert result.code == 0, result
     assert "all done" in result.text
     assert 1 <= result.text.count("lockstep guard: ranks have been waiting") <= 2  # after 30 s, and again after 60
-    assert "Job goes on" in result.words
+    assert "Job continues" in result.words
     assert "stopped" not in result.text
     assert "Rank 0 works alone" in result.words or "time.sleep" in result.words
 

@@ -191,12 +191,12 @@ def check_cause(victim: str, pid: int, code: int, text: str) -> None:
     elif victim == "worker":
         assert code == 1, text
         report = text.partition("the job failed")[2]
-        assert re.search(r"Rank \d on \S+ \(pid \d+\) failed first, at \S*loading.py", report), text
+        assert re.search(r"Rank \d raised \w+ at \S*loading.py", report), text
         assert re.search(rf"DataLoader worker \(pid(\(s\))? {pid}\)", report), text
     elif victim == "host of the store":
         assert code not in (0, None), text
         assert re.search(r"[Rr]ank 0 (on \S+ \(pid \d+\) )?(died|has exited|exited|was killed|failed)", text), text
     else:
         assert code == 128 + signal.SIGKILL, text
-        report = text.partition("the job failed")[2]
-        assert re.search(rf"R{victim[1:]} on \S+ \(pid {pid}\) failed first: killed \(SIGKILL\)", report), text
+        report = " ".join(text.partition("the job failed")[2].split())
+        assert re.search(rf"R{victim[1:]} was killed by SIGKILL[^│]*Its process was {pid} on ", report), text

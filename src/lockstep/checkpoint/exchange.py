@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.comm.objects import all_objects
 from lockstep.errors import CheckpointError
-from lockstep.guard.dead_peers import describe, find_dead
+from lockstep.guard.dead_peers import advise_on_dead, find_dead
 from lockstep.process_group.group import Group
 
 Exchange = Callable[[Any, str], list[Any]]
@@ -76,7 +76,7 @@ class StoreExchange:
         self._look_after = now + _LOOK
         dead = [box for box in find_dead(self._group.boxes, self._group.rank) if box.rank == rank]
         if dead:
-            raise CheckpointError(f"While {doing}, rank {rank} died.\n{describe(dead, self._group.boxes)}")
+            raise CheckpointError(f"While {doing}, rank {rank} died.\n{advise_on_dead(dead, self._group.boxes)}")
 
 
 def _read_value(data: bytes) -> tuple[Any]:

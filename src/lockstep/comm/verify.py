@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.blackbox import sites
 from lockstep.comm import trees
 from lockstep.comm.all_gather import all_gather, gather_host
-from lockstep.guard.mismatch import refusal, understand_boxes
+from lockstep.guard.mismatch import refusal, summarize, understand_boxes
 from lockstep.guard.remedies import CauseAndFix, different_arguments
 from lockstep.process_group.group import Group
 
@@ -154,7 +154,13 @@ def refuse(group: Group, meant: CollectiveSignature) -> NoReturn:
     rows = gather_host(group, source, f"checking {meant.operation}")
     records = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in rows]
     group.box.refuse()  # on every rank: a script may catch the error and go on
-    raise refusal(_describe(records), _why(records))
+    calls = {rank: (record["op"], record["site"]) for rank, record in enumerate(records)}
+    what = "" if len({record["op"] for record in records}) > 1 else _what_differs(records)
+    raise refusal(_describe(records), _why(records), summarize(calls, what))
+
+
+def _what_differs(records: list[dict[str, str]]) -> str:
+    return next((what for what in ("shapes", "dtypes") if len({record[what] for record in records}) > 1), "arguments")
 
 
 def _why(records: list[dict[str, str]]) -> CauseAndFix | None:

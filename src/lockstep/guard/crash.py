@@ -15,6 +15,7 @@ from lockstep.blackbox.snapshot import Snapshot
 from lockstep.guard.rank_location import RANGES, at, label, torch_call, user_frames
 from lockstep.guard.source import read_lines
 from lockstep.rundir.constants import stack_file
+from lockstep.rundir.crash_report import Advice
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.rundir.regular_file import open_regular
 
@@ -103,11 +104,11 @@ def _read_end(path: Path) -> str:
         return ""
 
 
-def different_calls(box: Snapshot, everyone: Sequence[Snapshot]) -> str:
-    """What explains an abort inside a collective: ranks that were in another one. Empty where none was seen there."""
+def different_calls(box: Snapshot, everyone: Sequence[Snapshot]) -> Advice | None:
+    """What explains an abort inside a collective: ranks that were in another one. None where none was seen there."""
     mine = _collective(box)
     if box.crash != ABORTED or mine is None:
-        return ""
+        return None
     elsewhere: dict[str, list[int]] = {}
     for other in everyone:
         theirs = _collective(other)
@@ -115,16 +116,16 @@ def different_calls(box: Snapshot, everyone: Sequence[Snapshot]) -> str:
         if other.rank != box.rank and same_group and theirs is not None and theirs[0] != mine[0]:
             elsewhere.setdefault(theirs[1], []).append(other.rank)
     if not elsewhere:
-        return ""
+        return None
     places = "; ".join(
         f"{name_ranks(ranks, RANGES)} {'was' if len(ranks) == 1 else 'were'} in {where}"
         for where, ranks in elsewhere.items()
     )
-    return (
-        f"At that moment {places}.\n"
-        f"Likely cause: the ranks made different collective calls. Rank {box.rank} received data of another size than "
-        "its own call expects; gloo aborts the process then.\n"
-        "Fix: let every rank make the same calls of torch.distributed and of Lockstep, in the same order."
+    return Advice(
+        details=f"At that moment {places}.",
+        cause=f"The ranks made different collective calls. Rank {box.rank} received data of another size than its own "
+        "call expects; gloo aborts the process then.",
+        fix="Make the same calls of torch.distributed and of Lockstep on every rank, in the same order.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Ranks of this node whose process ended without a word: what a rank that survives them can report."""
+"""Ranks of this node whose process ended without a report: what a rank that survives them can report."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from lockstep.blackbox.snapshot import Snapshot
 from lockstep.guard import stack_note
 from lockstep.guard.crash import different_calls
 from lockstep.guard.diagnosis import RankLocation
-from lockstep.guard.rank_location import at, last_steps, state
+from lockstep.guard.rank_location import RANGES, at, last_steps
 from lockstep.guard.remedies import KILLED, ended_rank_cause
+from lockstep.rundir.crash_report import Advice
+from lockstep.rundir.format_ranks import name_ranks
 
 _MOST = 4
 """Dead ranks that are described."""
@@ -38,27 +40,42 @@ def find_left(boxes: Path | None, rank: int) -> list[Snapshot]:
     return [box for box in same if box.closed == "finished" and box.left < mine.entered]
 
 
-def describe_left(left: Sequence[Snapshot], doing: str = "") -> str:
+def advise_on_left(left: Sequence[Snapshot], doing: str = "") -> Advice:
     """Who came to the end of the script while others wait, what it did last, the likely cause, and what to do."""
     words = sorted({box.words for box in left if box.words})
     place = RankLocation(ranks=tuple(box.rank for box in left), doing="have finished", detail="; ".join(words))
     why = ended_rank_cause(place, [RankLocation(ranks=(), doing=doing)])
-    ended = f"{state(place)}{f' ({place.detail})' if place.detail else ''}"
+    who = name_ranks(place.ranks, RANGES)
+    note = f" ({place.detail})" if place.detail else ""
     last = left[0].history[-1] if left[0].history else None
-    after = f" Its last collective was {at(last)}." if last is not None else ""
-    return f"{ended[:1].upper()}{ended[1:]}.{after}\n{why.cause}\n{why.fix}"
+    after = f" after {at(last)}" if last is not None else ""
+    return Advice(
+        lead=f"{who[:1].upper()}{who[1:]} reached the end of the script{after}{note}, while the others waited for "
+        f"{'it' if len(left) == 1 else 'them'}.",
+        cause=why.cause,
+        fix=why.fix,
+    )
 
 
-def describe(dead: Sequence[Snapshot], boxes: Path | None) -> str:
-    """In sentences: who died, what each was doing, what to do. Others see no exit code, but the stack of a crash."""
+def advise_on_dead(dead: Sequence[Snapshot], boxes: Path | None) -> Advice:
+    """Who died, what each was doing, what to do. Others see no exit code, but the stack of a crash."""
     everyone = read.read_all(boxes) if boxes is not None else []
-    lines = []
+    sentences = []
+    clash = None
     for box in dead[:_MOST]:
         who = f"Rank {box.rank} on {box.host} (pid {box.pid})"
-        if box.crash:
-            how = f"was ended by a crash in native code ({box.crash})"
-        else:
-            how = "died without an exception: killed, or ended by os._exit or a crash in native code"
-        lines += [f"{who} {how}. {last_steps(box)}", *filter(None, [different_calls(box, everyone)])]
-    more = [f"{len(dead) - _MOST} more ranks died."] if len(dead) > _MOST else []
-    return "\n".join([*lines, *more, *([] if all(box.crash for box in dead) else [KILLED])])
+        how = f"crashed in native code ({box.crash})" if box.crash else "died without an exception"
+        sentences.append(f"{who} {how}. {last_steps(box)}")
+        clash = clash or different_calls(box, everyone)
+    if len(dead) > _MOST:
+        sentences.append(f"{len(dead) - _MOST} more ranks died.")
+    lead, details = sentences[0], "\n".join(sentences[1:])
+    if clash is not None:
+        return Advice(
+            lead=lead, details="\n".join(filter(None, [clash.details, details])), cause=clash.cause, fix=clash.fix
+        )
+    if all(box.crash for box in dead):
+        return Advice(lead=lead, details=details)
+    return Advice(
+        lead=lead, details=details, cause="Killed, or ended by os._exit() or a crash in native code.", fix=KILLED
+    )

@@ -8,7 +8,7 @@ mode that compares before, and the guard that finds a difference after.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lockstep.blackbox.peers import box_path
@@ -17,8 +17,11 @@ from lockstep.blackbox.snapshot import Op
 from lockstep.errors import DistributedOperationException
 from lockstep.guard.diagnose import diagnose
 from lockstep.guard.diagnosis import Diagnosis
+from lockstep.guard.rank_location import RANGES
 from lockstep.guard.remedies import CauseAndFix, title_of, what_differs
 from lockstep.guard.render import understand
+from lockstep.rundir.code_frames import shorten
+from lockstep.rundir.format_ranks import name_ranks
 
 
 def mismatch(folder: Path, rank: int, number: int, other: int) -> DistributedOperationException:
@@ -40,7 +43,9 @@ def mismatch(folder: Path, rank: int, number: int, other: int) -> DistributedOpe
     lines.append("Called at:")
     lines += [f"  - Process {who}: {op.name} at {op.site}" for who, op in sorted(ops.items())]
     found = diagnose(job, blocked_for=0.0)
-    return refusal(lines, None if found is None else understand(found))
+    places = {who: (op.name, op.site) for who, op in ops.items()}
+    summary = summarize(places, "" if len(names) > 1 else what_differs([op.signature for op in ops.values()]))
+    return refusal(lines, None if found is None else understand(found), summary)
 
 
 def entered(folder: Path, rank: int, number: int) -> str:
@@ -57,12 +62,35 @@ def understand_boxes(folder: Path | None, rank: int) -> Diagnosis | None:
     return None if found is None or not found.kind.startswith("different") else understand(found)
 
 
-def refusal(lines: Sequence[str], why: Diagnosis | CauseAndFix | None) -> DistributedOperationException:
+def summarize(calls: Mapping[int, tuple[str, str]], what: str) -> str:
+    """Where no rank is known to have strayed: who called what, in a sentence. ``calls``: rank -> operation and line."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        groups.setdefault(call, []).append(rank)
+    if len(groups) == 1:
+        ((name, site),) = groups
+        where = f" at {shorten(site)}" if site else ""
+        return f"{_sentence(name_ranks(calls, RANGES))} called {name}{where} with different {what or 'arguments'}."
+    parts = [
+        f"{name_ranks(ranks, RANGES)} called {name}{f' at {shorten(site)}' if site else ''}"
+        for (name, site), ranks in groups.items()
+    ]
+    more = f", with different {what}" if what else ""
+    return f"{_sentence('; '.join(parts[:3]))}{'; …' if len(parts) > 3 else ''}{more}."
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def refusal(
+    lines: Sequence[str], why: Diagnosis | CauseAndFix | None, summary: str = ""
+) -> DistributedOperationException:
     """The error of these lines with cause and fix below, and above them the rank that strayed, where it is known."""
     below = ["", f"Likely cause: {why.cause}", f"Fix: {why.fix}"] if why is not None and why.cause else []
     lead = "" if why is None else why.lead
     error = DistributedOperationException("\n".join(["", "", *([lead] if lead else []), *lines, *below]))
-    error.lead = lead
+    error.lead, error.cause, error.fix = lead or summary, *(("", "") if why is None else (why.cause, why.fix))
     return error
 
 

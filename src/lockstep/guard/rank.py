@@ -23,7 +23,6 @@ from lockstep.config.stall import read_stall_seconds
 from lockstep.guard import dead_peers, stack_note
 from lockstep.guard.mismatch import entered, mismatch
 from lockstep.guard.rank_location import RANGES
-from lockstep.guard.render import boxed
 from lockstep.guard.reporter import STOPPED, Reporter
 from lockstep.guard.sigterm import SigtermReport
 from lockstep.guard.watcher import WATCHED, RenderedDiagnosis, Watcher, is_stopped
@@ -32,8 +31,11 @@ from lockstep.job_store.signed_store import SignedStore, from_text
 from lockstep.process_group.group import Group
 from lockstep.process_group.monitor import Monitor
 from lockstep.rundir import error_file, files
+from lockstep.rundir.crash_report import Advice
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.rundir.layout import RunDirectory
+from lockstep.terminal import show
+from lockstep.terminal.rank_failure import of_advice
 from lockstep.topology.standard_streams import print_error
 from lockstep.topology.topology import Topology
 
@@ -110,13 +112,13 @@ class RankGuard(Monitor):
         """The boxes of ranks of this node that came to the end of the script, and not to this rank's collective."""
         return dead_peers.find_left(self.boxes, self._group.rank)
 
-    def describe_dead(self, dead: Sequence[Snapshot]) -> str:
-        """In sentences: who died, what each was doing, what to do."""
-        return dead_peers.describe(dead, self.boxes)
+    def advise_on_dead(self, dead: Sequence[Snapshot]) -> Advice:
+        """Who died, what each was doing, what to do."""
+        return dead_peers.advise_on_dead(dead, self.boxes)
 
-    def describe_left(self, left: Sequence[Snapshot], doing: str = "") -> str:
-        """In sentences: who came to the end of the script, the likely cause, and what to do."""
-        return dead_peers.describe_left(left, doing)
+    def advise_on_left(self, left: Sequence[Snapshot], doing: str = "") -> Advice:
+        """Who came to the end of the script, the likely cause, and what to do."""
+        return dead_peers.advise_on_left(left, doing)
 
     def _report_no_box(self, reason: str) -> None:
         """Once on each node: ranks that share a run directory mostly share what is wrong with it."""
@@ -157,7 +159,7 @@ class RankGuard(Monitor):
         if dead and all(box.closed in ("failed", "finished") for box in lower if box.attempt == self._job):
             title = f"lockstep guard: {name_ranks(silent, RANGES)} died"
             # Not through sys.stderr, whose lock the main thread may hold.
-            print_error(boxed(title, self.describe_dead(dead)))
+            print_error(show.render(of_advice(title, self.advise_on_dead(dead))))
         if ends:
             self.box.close(layout.ASKED_TO_END)  # ranks that are asked next do not take this one for dead
 
@@ -255,7 +257,7 @@ def _watcher(topology: Topology, directory: RunDirectory, job: str, before_stop:
     """For a job that another launcher started: local rank 0 watches over the ranks of its machine."""
 
     def stop(found: RenderedDiagnosis) -> None:
-        print_error(found.text)
+        print_error(found.screen())
         before_stop()
         os._exit(STOPPED)  # the others see what was written down, and follow
 

@@ -1,10 +1,9 @@
-"""A diagnosis in words: one box for the terminal, with what the user's script says about the lines in it."""
+"""A diagnosis as a box for the terminal, with what the user's script shows about the lines in it."""
 
 from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,29 +12,39 @@ from lockstep.guard.diagnosis import Diagnosis, RankLocation
 from lockstep.guard.rank_location import RANGES, span, state, user_frames
 from lockstep.guard.source import LineContext, Loop, Reader, read_lines, setting, split
 from lockstep.rundir.format_ranks import name_ranks, number_ranks
-from lockstep.rundir.printable import printable
+from lockstep.terminal.failure_box import WIDTH, Entry, FailureBox, plain
 
-WIDTH = 96
-"""Columns of the box."""
-_LINES = 25
 _PLACES = 5
 """Groups of ranks that are shown; more are counted."""
-_INDENT = 10
 
 
 def explain(diagnosis: Diagnosis, source: Reader = read_lines) -> str:
-    """The box for the terminal. ``source`` gives the lines of a file of the user's."""
-    found = understand(diagnosis, source)
-    first = f"{found.lead} {found.headline}" if found.lead and found.certain else found.headline
-    lines = [_rule(f"lockstep guard: {_title(found)}"), *_wrap(first), ""]
-    lines += _arguments(found) if found.kind == "different arguments" else _places("Waiting", found.waiting, source)
-    lines += _places("Missing", found.missing, source)
-    lines += _entry("Together", f"last in {found.together}" if found.together else "not yet, in no collective")
-    closing = [*_entry("Cause", found.cause), *_entry("Fix", found.fix), *_entry("Job", _what_now(found))]
-    room = _LINES - len(closing) - 1
-    if len(lines) > room:
-        lines = [*lines[: room - 1], f"{'':{_INDENT}}… (diagnosis.json in the run directory has all of it)"]
-    return printable("\n".join([*lines, *closing, _rule()]))
+    """The box as text. ``source`` gives the lines of a file of the user's."""
+    return plain(box_of(understand(diagnosis, source), source))
+
+
+def box_of(found: Diagnosis, source: Reader = read_lines, *, logs: str = "") -> FailureBox:
+    """The box of a diagnosis that `understand` has completed."""
+    headline = f"{found.lead} {found.headline}" if found.lead and found.certain else found.headline
+    different = found.kind == "different arguments"
+    together = f"last in {found.together}" if found.together else "not yet, in no collective"
+    entries = (
+        Entry(label="Together", text=together),
+        Entry(label="Cause", text=found.cause),
+        Entry(label="Fix", text=found.fix, rows=6),
+        Entry(label="Job", text=_what_now(found)),
+        Entry(label="Logs", text=logs, rows=2),
+    )
+    return FailureBox(
+        title=f"lockstep guard: {_title(found)}",
+        headline=headline,
+        details=tuple(_arguments(found)) if different else (),
+        places=(
+            *(() if different else _places("Waiting", found.waiting, source)),
+            *_places("Missing", found.missing, source),
+        ),
+        closing=tuple(entry for entry in entries if entry.text),
+    )
 
 
 def to_json(diagnosis: Diagnosis, source: Reader = read_lines) -> str:
@@ -257,8 +266,8 @@ def _title(diagnosis: Diagnosis) -> str:
 
 def _what_now(diagnosis: Diagnosis) -> str:
     if diagnosis.certain:
-        return "stopped: this cannot end by itself."
-    return "goes on: this may still end by itself."
+        return "stopped: this wait cannot end by itself."
+    return "continues: this wait may still end by itself."
 
 
 def _arguments(diagnosis: Diagnosis) -> list[str]:
@@ -274,36 +283,19 @@ def _arguments(diagnosis: Diagnosis) -> list[str]:
     return [*lines, *_more(diagnosis.waiting)]
 
 
-def _places(title: str, places: Sequence[RankLocation], source: Reader) -> list[str]:
-    lines: list[str] = []
+def _places(title: str, places: Sequence[RankLocation], source: Reader) -> list[Entry]:
+    entries: list[Entry] = []
     for place in places[:_PLACES]:
         detail = f" ({place.detail})" if place.detail else ""
-        lines += _entry(title if not lines else "", _cut(state(place) + detail, 3 * WIDTH))
         text = setting(place.site, source).text if place.site else ""
-        if text:
-            lines.append(f"{'':{_INDENT}}  > {_cut(text, WIDTH - _INDENT - 4)}")
-    return [*lines, *_more(places)]
+        label = title if not entries else ""
+        entries.append(Entry(label=label, text=state(place) + detail, code=_cut(text, 400), rows=3))
+    return [*entries, *(Entry(label="", text=text) for text in _more(places))]
 
 
 def _more(places: Sequence[RankLocation]) -> list[str]:
     rest = [rank for place in places[_PLACES:] for rank in place.ranks]
-    if not rest:
-        return []
-    return _entry("", f"and {name_ranks(rest, RANGES)} at {len(places) - _PLACES} more places")
-
-
-def _entry(title: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=f"{title:{_INDENT}}",
-        subsequent_indent=" " * _INDENT,
-        break_on_hyphens=False,
-    )
-
-
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(_cut(text, 4 * WIDTH), WIDTH, break_on_hyphens=False)
+    return [f"and {name_ranks(rest, RANGES)} at {len(places) - _PLACES} more places"] if rest else []
 
 
 def _cut(text: str, room: int) -> str:
@@ -313,13 +305,3 @@ def _cut(text: str, room: int) -> str:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def boxed(title: str, text: str) -> str:
-    """A text that is no diagnosis, in a box like one."""
-    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, WIDTH, break_on_hyphens=False)]
-    return "\n".join([_rule(title), *lines, _rule()])
-
-
-def _rule(title: str = "") -> str:
-    return (f"──── {title} " if title else "").ljust(WIDTH, "─")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from lockstep.rundir.code_frames import CodeFrame, shorten
+
 Reader = Callable[[str], Sequence[str]]
 """File name -> its lines; empty where it cannot be read."""
 
@@ -76,6 +78,17 @@ def split(site: str) -> tuple[str, int]:
     """``train.py:27`` -> the file and the line; line 0 where there is none."""
     path, _, line = site.rpartition(":")
     return (path, int(line)) if path and line.isdecimal() else (site, 0)
+
+
+def excerpt(site: str, function: str = "") -> CodeFrame | None:
+    """A line of the user's with those around it; None where it cannot be read."""
+    path, number = split(site)
+    lines = read_lines(path) if number else ()
+    if not 0 < number <= len(lines):
+        return None
+    first = max(1, number - 2)
+    source = tuple(line.rstrip()[:300] for line in lines[first - 1 : number + 2])
+    return CodeFrame(file=shorten(path), line=number, function=function, first=first, source=source)
 
 
 def setting(site: str, read: Reader) -> LineContext:

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.blackbox import processes, read
@@ -23,14 +23,16 @@ from lockstep.guard.diagnose import diagnose
 from lockstep.guard.diagnosis import Diagnosis
 from lockstep.guard.job import JobSnapshot
 from lockstep.guard.node_exchange import Exchange, Node
-from lockstep.guard.render import explain, understand
+from lockstep.guard.render import box_of, explain, understand
 from lockstep.guard.skipped_backward import warn_of_skip
 from lockstep.guard.straggler import QuestionSchedule, Slow, all_wait, find_slow
 from lockstep.host.threads import join
 from lockstep.rundir import files
+from lockstep.rundir.code_frames import shorten
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.rundir.layout import RunDirectory
 from lockstep.rundir.regular_file import read_json
+from lockstep.terminal import show
 
 WATCHED = "LOCKSTEP_WATCHED"
 """Set for ranks whose launcher watches over them, and has them write their stacks on SIGUSR2."""
@@ -51,7 +53,15 @@ class RenderedDiagnosis:
     diagnosis: Diagnosis
     """What was found."""
     text: str
-    """The same for the screen."""
+    """The same as plain text."""
+    brief: bool = False
+    """Whether the text stands for the diagnosis, which another node shows."""
+    logs: str = ""
+    """Where more of it is, on this node."""
+
+    def screen(self) -> str:
+        """The same for the stderr of this process."""
+        return self.text if self.brief else show.render(box_of(self.diagnosis, logs=self.logs))
 
     def to_dict(self) -> dict[str, Any]:
         """For the watchers of other machines."""
@@ -155,7 +165,7 @@ class Watcher:
             except Exception:  # without this thread nobody would find out why the job stands still
                 if not stumbled:
                     stumbled = True
-                    self._tell(f"the guard stumbled, and goes on:\n{traceback.format_exc()}")
+                    self._tell(f"lockstep guard: an internal error; the guard continues:\n{traceback.format_exc()}")
                 continue
             if found is not None and found.diagnosis.certain:
                 if self._elsewhere is not None:
@@ -172,7 +182,7 @@ class Watcher:
             self._questions.put_off(time.monotonic())
             slow = Slow.from_dict(message["slow"])
             if self._is_new(slow) and self._is_first:
-                self._tell(slow.line())
+                self._tell(f"lockstep guard: {slow.line()}")
             return
         found = RenderedDiagnosis(diagnosis=Diagnosis.from_dict(message["diagnosis"]), text=message["text"])
         if found.diagnosis.certain:
@@ -184,14 +194,19 @@ class Watcher:
     def _end(self, found: RenderedDiagnosis) -> None:
         self.stopping = time.monotonic()
         write_down(self._directory, found)
-        if not self._is_first:  # one box for the whole job, on the first machine's screen
-            where = f"In full on machine 0's screen, and in {self._directory.diagnosis_text}."
-            found = RenderedDiagnosis(diagnosis=found.diagnosis, text=f"{found.diagnosis.headline} {where}")
-        self._stop(found)
+        if not self._is_first:  # one box for the whole job, on the first node's screen
+            where = f"In full on the screen of node 0, and in {self._directory.diagnosis_text}."
+            text = f"{found.diagnosis.headline} {where}"
+            found = RenderedDiagnosis(diagnosis=found.diagnosis, text=text, brief=True)
+        self._stop(self._placed(found))
 
     def _report(self, found: RenderedDiagnosis) -> None:
         write_down(self._directory, found)
-        self._tell(found.text)
+        self._tell(self._placed(found).screen())
+
+    def _placed(self, found: RenderedDiagnosis) -> RenderedDiagnosis:
+        """The same, with where its files are on this node."""
+        return replace(found, logs=f"{shorten(str(self._directory.path))} (diagnosis.json, logs/)")
 
     @property
     def _is_first(self) -> bool:
@@ -283,7 +298,7 @@ class Watcher:
         if slow is None or not self._is_new(slow):
             return
         if self._elsewhere is None or self._is_first or not self._elsewhere.publish({"slow": slow.to_dict()}):
-            self._tell(slow.line())
+            self._tell(f"lockstep guard: {slow.line()}")
 
     def _check_skipped_backwards(self, boxes: Sequence[Snapshot]) -> None:
         """Warn of a rank that leaves backwards out, once: the others will wait for it at the end."""

@@ -52,7 +52,7 @@ class Ending:
     signal: int | None = None
     """The signal that ended the launcher."""
     verdict: str = ""
-    """What the guard said when it stopped the job."""
+    """The guard's box, where it stopped the job."""
     saved: bool = False
     """Whether the ranks were told to go, and have saved their state."""
     lost: tuple[Node, ...] = ()
@@ -73,6 +73,8 @@ class Streams(LogsSpecs):
         folder = self._logs / f"attempt_{self._starts}" if self._starts else self._logs
         self._starts += 1
         ends = {local: self._output.open(int(names["RANK"]), folder) for local, names in envs.items()}
+        for names in envs.values():  # torch gives these to the ranks
+            names[constants.LOG_FILE] = str(folder / f"rank_{names['RANK']}.err")
         return LogsDest(
             stdouts={local: f"/dev/fd/{end['out']}" for local, end in ends.items()},
             stderrs={local: f"/dev/fd/{end['err']}" for local, end in ends.items()},
@@ -207,9 +209,10 @@ def run(
     logs: Path,
     output: Output,
     tell: Callable[[str], None],
+    show: Callable[[str], None],
     on_failure: Callable[[tuple[Exit, ...]], str],
 ) -> Ending:
-    """Start the ranks of this machine and stay until they have ended."""
+    """Start the ranks of this node and stay until they have ended. ``show`` prints a text of the guard's as it is."""
     quiet_torch()
     meeting = rendezvous.open_rendezvous(plan, tell)
     spec = WorkerSpec(
@@ -226,7 +229,7 @@ def run(
     )
     agent = Agent(spec, Streams(output, logs), output, plan.value("grace", 30.0), tell)
     agent.on_failure = on_failure
-    watcher = _watcher(agent, tell, plan, meeting)
+    watcher = _watcher(agent, show, plan, meeting)
     env.publish({WATCHED: "1"})
     closing = True
     lost: list[Node] = []
@@ -264,14 +267,14 @@ def run(
         agent._sweep()
         if closing:
             meeting.shutdown()
-    verdict = agent.verdict.text if agent.verdict is not None else ""
+    verdict = agent.verdict.screen() if agent.verdict is not None else ""
     saved = not verdict and agent.saved
     failed = (result is None or result.is_failed()) and not saved
     return Ending(exits=agent.exits if failed else (), verdict=verdict, saved=saved, lost=tuple(lost))
 
 
 def _watcher(
-    agent: Agent, tell: Callable[[str], None], plan: LaunchPlan, meeting: rendezvous.NodeRendezvous
+    agent: Agent, show: Callable[[str], None], plan: LaunchPlan, meeting: rendezvous.NodeRendezvous
 ) -> Watcher:
     """The guard over the ranks of this machine."""
     environ = env.snapshot()
@@ -282,7 +285,7 @@ def _watcher(
 
     watcher = Watcher(
         RunDirectory(path=Path(environ[constants.VARIABLE])),
-        tell=lambda text: tell(f"the guard says:\n{text}"),
+        tell=show,
         stop=agent.judge,
         stall=read_stall_seconds(environ),
         mine=mine,

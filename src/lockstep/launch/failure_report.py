@@ -1,39 +1,47 @@
-"""What the screen says last when a job fails: the first failure in full, the others in a line each."""
+"""What is on the screen when a job has failed: the first failure as the whole story, the other ranks in a line."""
 
 from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.errors import first_line
-from lockstep.guard.crash import Crash, different_calls, format_stack
+from lockstep.guard.crash import Crash, different_calls
+from lockstep.guard.diagnosis import RankLocation
 from lockstep.guard.node_exchange import Node
-from lockstep.guard.rank_location import last_steps
-from lockstep.guard.remedies import KILLED
+from lockstep.guard.rank_location import at, label, last_seen
+from lockstep.guard.remedies import KILLED, ended_rank_cause
+from lockstep.guard.source import excerpt
 from lockstep.host.processes import name_signal
-from lockstep.rundir.crash_report import CrashReport, first_failure
+from lockstep.rundir.code_frames import CodeFrame, is_users, shorten
+from lockstep.rundir.crash_report import Advice, CrashReport, first_failure
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.rundir.printable import printable, uncoloured
+from lockstep.terminal.failure_box import FailureBox
+from lockstep.terminal.rank_failure import closing, headline, of_report
 
+TITLE = "lockstep launch: the job failed"
 _SIGNALS: dict[int, str] = {
-    signal.SIGSEGV: "segmentation fault: native code touched memory that is not its own",
-    signal.SIGABRT: "aborted itself: a check in native code failed, or memory was corrupted",
+    signal.SIGSEGV: "segmentation fault: native code accessed memory that does not belong to it",
+    signal.SIGABRT: "abort: a check in native code failed, or memory was corrupted",
     signal.SIGBUS: "bus error: often /dev/shm is full, or a memory-mapped file became shorter",
     signal.SIGFPE: "arithmetic error in native code",
     signal.SIGILL: "illegal instruction: native code built for another processor",
-    signal.SIGINT: "interrupted (Ctrl-C)",
-    signal.SIGTERM: "asked to end",
-    signal.SIGHUP: "its terminal was closed",
-    signal.SIGPIPE: "wrote to something that nobody reads",
+}
+_ENDED: dict[int, str] = {
+    signal.SIGINT: "was interrupted (Ctrl-C)",
+    signal.SIGTERM: "was asked to stop",
+    signal.SIGHUP: "lost its terminal",
+    signal.SIGPIPE: "wrote to a pipe that nobody reads",
     signal.SIGXCPU: "used up its CPU time limit",
 }
-_TAIL = 20
-"""Lines of a rank's stderr that are shown when it left no words."""
+_TAIL = 12
+"""Lines of a rank's stderr that are shown when it left no crash report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +49,26 @@ class Exit:
     """How one rank of this machine ended."""
 
     rank: int
-    """Which rank."""
     code: int
     """Its exit code; negative when a signal ended it."""
     pid: int
-    """Its process."""
     by_us: bool = False
     """Whether the launcher ended it, because another rank had failed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FailureReport:
+    """What is shown of a job that failed, and how the launcher ends."""
+
+    box: FailureBox
+    code: int
+    """The exit code of the job."""
+    traceback: str = ""
+    """Of the first failure, with the frames of libraries."""
+
+
 def out_of_memory_kills() -> int | None:
-    """How often the operating system has killed a process for want of memory; None if it does not tell."""
+    """How often the operating system has killed a process for want of memory; None if it does not count them."""
     try:
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -61,16 +78,18 @@ def out_of_memory_kills() -> int | None:
     return None
 
 
-def in_words(code: int, out_of_memory: bool = False) -> str:
-    """An exit code or signal in plain words."""
+def how_it_ended(code: int, out_of_memory: bool = False) -> str:
+    """An exit code or signal as a verb: "exited with code 3", "was killed by SIGKILL"."""
     if code >= 0:
-        return f"ended with exit code {code}{_as_shell(code)}"
+        return f"exited with code {code}{_as_shell(code)}"
     if code == -signal.SIGKILL:
-        if out_of_memory:
-            return "killed by the operating system, out of memory"
-        return "killed (SIGKILL): from outside, or by the operating system if memory ran out"
+        return f"was killed by {'the operating system (out of memory)' if out_of_memory else 'SIGKILL'}"
     name = name_signal(code)
-    return f"ended by {name}" if " " in name else f"{_SIGNALS.get(-code, 'ended by a signal')} ({name})"
+    if " " in name:
+        return f"was ended by {name}"
+    if -code in _SIGNALS:
+        return f"crashed: {_SIGNALS[-code]} ({name})"
+    return f"{_ENDED.get(-code, 'was ended by a signal')} ({name})"
 
 
 def _as_shell(code: int) -> str:
@@ -90,33 +109,75 @@ def render_report(
     lost: Sequence[Node] = (),
     out_of_memory: bool = False,
     last_errors: Mapping[int, bytes | bytearray] | None = None,
-) -> tuple[str, int]:
-    """The text for the screen, and the exit code of the job.
+    nodes: int = 1,
+) -> FailureReport:
+    """What is shown, and the exit code of the job.
 
-    ``boxes`` show what a rank without words was doing, ``last_errors`` the end of what each rank wrote to stderr.
+    ``boxes`` show what a rank without a crash report was doing, ``last_errors`` the end of what each rank wrote to
+    stderr.
     """
     own = {ended.rank: ended for ended in exits}
-    said = _of_these(exits, words)
-    first = _first(exits, said)
-    ended = own[first]
-    lines = [_rule("the job failed"), f"Output of each rank: {logs}"]
-    words_of_first = said.get(first)
-    if lost and (ended.by_us or (words_of_first is not None and words_of_first.follows)):
-        where = f", at {words_of_first.line}" if words_of_first is not None and words_of_first.line else ""
+    reports = _of_these(exits, words)
+    first = _first(exits, reports)
+    ended, report = own[first], reports.get(first)
+    code = _code(ended, report)
+    if lost and (ended.by_us or (report is not None and report.follows)):
+        where = f", at {report.line}" if report is not None and report.line else ""
         seen = f"its launcher does not answer, and the ranks here lost the connection to it{where}"
-        lines += [*_followers(own, said, None, out_of_memory), "", lost_text(lost, seen)]
-        return printable("\n".join(lines)), _code(ended, words_of_first)
-    # The first failure last, where the eye falls.
-    lines += [*_followers(own, said, first, out_of_memory), ""]
-    tail = _tail((last_errors or {}).get(first, b""))
-    lines += _in_full(ended, said.get(first), boxes, (crashes or {}).get(first), tail, out_of_memory)
-    return printable("\n".join(lines)), _code(ended, said.get(first))
+        what, _, fix = lost_text(lost, seen).partition("\n")
+        others = _others(own, reports, (), out_of_memory)
+        entries = closing(Advice(fix=fix), others=others, log=shorten(str(logs)))
+        return FailureReport(box=FailureBox(title=TITLE, headline=what, closing=entries), code=code)
+    if report is None:
+        tail = _tail((last_errors or {}).get(first, b""))
+        found = _without_report(ended, boxes, (crashes or {}).get(first), tail, out_of_memory, nodes)
+        others = _others(own, reports, (first,), out_of_memory)
+        entries = closing(found.advice, others=others, log=f"{shorten(str(logs))}/rank_{first}.err", holds="output")
+        box = FailureBox(
+            title=TITLE,
+            headline=found.headline,
+            frames=found.frames,
+            details=(*found.advice.details.splitlines(), *tail),
+            closing=entries,
+        )
+        return FailureReport(box=box, code=code)
+    report = _with_finished(report, own, boxes)
+    same = [rank for rank, other in reports.items() if _key(other) == _key(report) and not other.follows]
+    box = of_report(
+        report,
+        title=TITLE,
+        ranks=same if first in same else (first,),
+        others=_others(own, reports, (first, *same), out_of_memory),
+        log=report.log or f"{shorten(str(logs))}/rank_{first}.err",
+    )
+    return FailureReport(box=box, code=code, traceback=report.traceback)
 
 
-def _code(ended: Exit, words: CrashReport | None) -> int:
+def _with_finished(report: CrashReport, own: Mapping[int, Exit], boxes: Sequence[Snapshot]) -> CrashReport:
+    """The report of a rank that only lost the connection to one that had come to its end: that one is the cause."""
+    done = [rank for rank, ended in own.items() if ended.code == 0 and not ended.by_us]
+    if not (report.follows and report.cause_rank is None and not report.lead and done):
+        return report
+    last = next((box.history[-1] for box in boxes if box.rank == done[0] and box.history), None)
+    who = name_ranks(done)
+    line = report.line.removesuffix(" in <module>")
+    why = ended_rank_cause(RankLocation(ranks=tuple(done), doing="have finished"), [])
+    lead = (
+        f"{who[:1].upper()}{who[1:]} reached the end of the script{f' after {at(last)}' if last is not None else ''}, "
+        f"while rank {report.rank} was still at {line or 'work'}."
+    )
+    return replace(report, lead=lead, cause=why.cause, fix=why.fix)
+
+
+def _key(report: CrashReport) -> tuple[str, str, str]:
+    """What makes it the same failure on several ranks."""
+    return report.kind, report.message, report.line
+
+
+def _code(ended: Exit, report: CrashReport | None) -> int:
     """The exit code of a job that this rank has failed."""
-    if words is not None and ended.by_us:  # it had failed already, and was only not gone yet
-        return int(words.message) if words.kind == "SystemExit" and words.message.isdecimal() else 1
+    if report is not None and ended.by_us:  # it had failed already, and was only not gone yet
+        return int(report.message) if report.kind == "SystemExit" and report.message.isdecimal() else 1
     return ended.code if ended.code > 0 else 128 - ended.code if ended.code < 0 else 1
 
 
@@ -124,15 +185,22 @@ def one_line(
     exits: Sequence[Exit], words: Sequence[CrashReport], boxes: Sequence[Snapshot] = (), out_of_memory: bool = False
 ) -> str:
     """Who failed first, and of what, in one sentence."""
-    said = _of_these(exits, words)
-    first = _first(exits, said)
+    reports = _of_these(exits, words)
+    first = _first(exits, reports)
+    if first in reports:
+        return printable(f"{headline(reports[first]).rstrip('.')}.")
     ended = next(ended for ended in exits if ended.rank == first)
-    if first in said:
-        return printable(f"Rank {first} failed at {said[first].line}: {_one_line(said[first])}.")
-    box = _box_of(ended, boxes)
-    return printable(
-        f"Rank {first} failed: {in_words(ended.code, out_of_memory)}.{f' {last_steps(box)}' if box else ''}"
-    )
+    return printable(_without_report(ended, boxes, None, (), out_of_memory).headline)
+
+
+def interrupted_at(words: Sequence[CrashReport]) -> str:
+    """Where the ranks were when Ctrl-C ended them: "rank 0 at train.py:12; ranks 1-7 at train.py:30"."""
+    groups: dict[str, list[int]] = {}
+    for report in words:
+        if report.kind == "KeyboardInterrupt" and report.line:
+            groups.setdefault(report.line.removesuffix(" in <module>"), []).append(report.rank)
+    parts = [f"{name_ranks(ranks)} at {line}" for line, ranks in groups.items()]
+    return printable("; ".join(parts[:4]) + ("; …" if len(parts) > 4 else ""))
 
 
 def _box_of(ended: Exit, boxes: Sequence[Snapshot]) -> Snapshot | None:
@@ -141,92 +209,122 @@ def _box_of(ended: Exit, boxes: Sequence[Snapshot]) -> Snapshot | None:
 
 
 def _of_these(exits: Sequence[Exit], words: Sequence[CrashReport]) -> dict[int, CrashReport]:
-    """The words by rank, without those that an earlier job has left in the same directory."""
+    """The reports by rank, without those that an earlier job has left in the same directory."""
     pids = {ended.rank: ended.pid for ended in exits}
     return {word.rank: word for word in words if pids.get(word.rank) == word.pid}
 
 
-def _first(exits: Sequence[Exit], said: Mapping[int, CrashReport]) -> int:
+def _first(exits: Sequence[Exit], reports: Mapping[int, CrashReport]) -> int:
     codes = {ended.rank: ended.code for ended in exits}
     stopped = [ended.rank for ended in exits if ended.by_us]
-    first = first_failure(list(said.values()), codes, stopped)
+    first = first_failure(list(reports.values()), codes, stopped)
     return first if first in codes else exits[0].rank
 
 
 def lost_text(lost: Sequence[Node], seen: str) -> str:
-    """Nodes that have left the job without a word, and what to do."""
+    """Nodes that left the job without notice, and what to do."""
     who = printable(", ".join(map(str, lost)))
     return (
         f"{who[:1].upper()}{who[1:]} {'is' if len(lost) == 1 else 'are'} lost: {seen}.\n"
-        "Look whether the node is up, at its kernel log and at what the scheduler recorded; if it is up, at the last "
-        "lines of its launcher, and at the network to it. Then start the job again from its last checkpoint."
+        "Check whether the node is up, its kernel log, and what the scheduler recorded; if it is up, the last lines of "
+        "its launcher, and the network to it. Then start the job again from its last checkpoint."
     )
 
 
-def _followers(
-    own: Mapping[int, Exit], said: Mapping[int, CrashReport], first: int | None, out_of_memory: bool
-) -> list[str]:
-    lines: dict[str, list[int]] = {}
+def _others(
+    own: Mapping[int, Exit], reports: Mapping[int, CrashReport], shown: Sequence[int], out_of_memory: bool
+) -> str:
+    """The other ranks in one sentence, by ranges."""
+    groups: dict[str, list[int]] = {}
     for rank, ended in own.items():
-        if rank == first:
-            continue
-        words = said.get(rank)
-        if words is not None and words.follows:
-            what = f"followed rank {words.cause_rank}" if words.cause_rank is not None else "lost the connection to it"
-        elif words is not None:
-            what = _one_line(words)
-        elif ended.by_us:
-            what = "ended by the launcher"
-        else:
-            what = "had finished" if ended.code == 0 else in_words(ended.code, out_of_memory)
-        lines.setdefault(what, []).append(rank)
-    return [f"{name_ranks(ranks)}: {what}" for what, ranks in lines.items()]
+        if rank not in shown:
+            groups.setdefault(_what(ended, reports.get(rank), shown, out_of_memory), []).append(rank)
+    return "; ".join(f"{name_ranks(ranks)} {what}" for what, ranks in groups.items())
 
 
-def _in_full(
+def _what(ended: Exit, report: CrashReport | None, shown: Sequence[int], out_of_memory: bool) -> str:
+    if report is not None and report.follows:
+        if report.cause_rank is None:
+            return "lost the connection"
+        return "stopped because of it" if report.cause_rank in shown else f"stopped because of rank {report.cause_rank}"
+    if report is not None:
+        text = first_line(report.message)
+        said = f"raised {report.kind}{f' at {report.line}' if report.line else ''}{f': {text}' if text else ''}"
+        return said if len(said) <= 160 else f"{said[:157]}..."
+    if ended.by_us:
+        return "ended by the launcher"
+    return "had finished" if ended.code == 0 else how_it_ended(ended.code, out_of_memory)
+
+
+# --- a rank that left no report -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SilentEnd:
+    headline: str
+    frames: tuple[CodeFrame, ...]
+    advice: Advice
+
+
+def _without_report(
     ended: Exit,
-    words: CrashReport | None,
     boxes: Sequence[Snapshot],
     crash: Crash | None,
     tail: Sequence[str],
     out_of_memory: bool,
-) -> list[str]:
-    host = words.host if words is not None else socket.gethostname()
-    who = f"Rank {ended.rank} on {host} (pid {ended.pid}) failed first"
-    if words is not None and words.kind == "SystemExit":
-        return [f"{who}: it left with sys.exit({words.message}), at {words.line}."]
-    if words is not None and words.lead:
-        seen = [words.lead, f"{who}, at {words.line}, where it noticed:"]
-        return [*seen, "", words.traceback.rstrip(), *(["", words.advice] if words.advice else [])]
-    if words is not None:
-        return [f"{who}, at {words.line}:", "", words.traceback.rstrip(), *(["", words.advice] if words.advice else [])]
-    lines = [f"{who}: {in_words(ended.code, out_of_memory)}."]
+    nodes: int = 1,
+) -> _SilentEnd:
+    """What is known of a rank that could not report itself: from its exit code, its black box, and faulthandler."""
+    how = how_it_ended(ended.code, out_of_memory)
     box = _box_of(ended, boxes)
+    frames = tuple(_frames(crash))
+    where = before = ""
     if box is not None:
-        lines += [last_steps(box), *filter(None, [different_calls(box, boxes)])]
-    if ended.code == -signal.SIGKILL and not out_of_memory:
-        lines.append(KILLED)
-    if crash is not None and crash.stack:
-        lines += ["Its Python stack:", "", *format_stack(crash.stack), ""]
-    if tail:
-        lines += ["The last it wrote to stderr:", "", *tail]
-    elif ended.code > 0:
-        lines.append("It left no exception: look for sys.exit, os._exit or exit() in the script.")
-    return lines
+        doing, site = last_seen(box)
+        when = f"after step {box.step}" if box.step else "before its first step"
+        where = f", {doing}{f' at {shorten(site)}' if site else ''}, {when}"
+        done = next((op for op in reversed(box.history) if op.seq <= box.left), None)
+        before = f"The last collective it completed is {at(done)}." if done and label(done) not in doing else ""
+        frames = frames or tuple(filter(None, [excerpt(site)]))
+    elif frames:
+        where = f" at {frames[-1].site}"
+    advice = _advice(ended, out_of_memory, tail)
+    if box is not None and (clash := different_calls(box, boxes)) is not None:
+        advice = clash
+    who = f"Its process was {ended.pid} on {box.host if box is not None else socket.gethostname()}."
+    before = f"{who} {before}".rstrip()
+    advice = Advice(details="\n".join(filter(None, [before, advice.details])), cause=advice.cause, fix=advice.fix)
+    on = f" on node {box.node} ({box.host})" if box is not None and nodes > 1 else ""
+    return _SilentEnd(headline=f"Rank {ended.rank}{on} {how}{where}.", frames=frames, advice=advice)
 
 
-def _tail(written: bytes | bytearray) -> list[str]:
+def _advice(ended: Exit, out_of_memory: bool, tail: Sequence[str]) -> Advice:
+    if ended.code == -signal.SIGKILL and out_of_memory:
+        return Advice(
+            cause="The host ran out of memory, and the kernel's out-of-memory killer ended the process.",
+            fix="Use less host memory: fewer processes or loader workers per node, a smaller prefetch_factor or batch; "
+            "or raise the memory limit of the container or the batch system.",
+        )
+    if ended.code == -signal.SIGKILL:
+        return Advice(cause="Killed from outside, or by the operating system because memory ran out.", fix=KILLED)
+    if ended.code > 0 and not tail:
+        return Advice(
+            cause="The process left no exception.", fix="Look for os._exit() or exit() in the script and its libraries."
+        )
+    return Advice()
+
+
+def _frames(crash: Crash | None) -> Iterator[CodeFrame]:
+    """The user's frames of the stack that faulthandler wrote, innermost last."""
+    for frame in crash.stack if crash is not None else ():
+        if is_users(frame.file):
+            read = excerpt(f"{frame.file}:{frame.line}", frame.function)
+            yield read or CodeFrame(file=shorten(frame.file), line=frame.line, function=frame.function)
+
+
+def _tail(written: bytes | bytearray) -> tuple[str, ...]:
     text = uncoloured(written.decode(errors="replace"))
     # By "\n" alone: of a progress bar, which goes back by "\r", only the last state counts.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.removesuffix("\n").split("\n")]
-    return [f"  {line}" for line in lines[-_TAIL:]] if any(line.strip() for line in lines) else []
-
-
-def _one_line(words: CrashReport) -> str:
-    said = first_line(words.message)
-    first = f"{words.kind}: {said}" if said else words.kind
-    return first if len(first) <= 160 else first[:157] + "..."
-
-
-def _rule(title: str) -> str:
-    return f"──── lockstep launch: {title} ".ljust(80, "─")
+    shown = tuple(f"  {line}" for line in lines[-_TAIL:])
+    return ("The last lines it wrote to stderr:", *shown) if any(line.strip() for line in lines) else ()

@@ -31,7 +31,7 @@ from string import Template
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.launch.failure_report import in_words
+from lockstep.launch.failure_report import how_it_ended
 from lockstep.launch.fork_worker import LENGTH, Display, Pipes, RankEnvironment, RankFunction, RankReport, live
 from lockstep.rundir import crash_report
 
@@ -85,7 +85,7 @@ def describe_exit(code: int | None) -> str:
         return f"its process ended with exit code {code}, without the function having returned"
     if code == -signal.SIGKILL:
         return "killed: by the operating system because memory ran out, or by kill -9 (SIGKILL)"
-    return in_words(code)
+    return how_it_ended(code)
 
 
 class Forks:

@@ -18,6 +18,7 @@ from typing import Any
 from lockstep.blackbox import read
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.config import env
+from lockstep.config.traceback import read_traceback
 from lockstep.errors import ConfigError
 from lockstep.guard import stack_note
 from lockstep.guard.crash import Crash, read_crash
@@ -30,7 +31,10 @@ from lockstep.launch.orphan_reaper import OrphanReaper
 from lockstep.launch.output import Output
 from lockstep.launch.plan import LaunchPlan
 from lockstep.rundir import constants, crash_report, files, layout
+from lockstep.rundir.code_frames import shorten
 from lockstep.rundir.layout import RunDirectory
+from lockstep.rundir.printable import printable
+from lockstep.terminal import show
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """The signals that end a job."""
@@ -87,6 +91,7 @@ class _Job:
         """Whether a signal ended the job, so that something may be left running."""
 
     def run(self) -> int:
+        read_traceback(env.snapshot())  # a value that is not allowed is better reported now than after a failure
         for note in (*self.plan.notes, *filter(None, [self.directory.note])):
             self.log(note)
         self._write_down()
@@ -95,6 +100,10 @@ class _Job:
         )
         if self.plan.kind in ("agent", "alone"):
             env.publish({leftovers.LAUNCHER: str(os.getpid())})
+        if self.plan.kind == "alone":
+            env.publish({constants.LOG_FILE: str(self.logs / "rank_0.err")})
+        else:
+            env.withdraw(constants.LOG_FILE)  # of a job that has started this one
         self._make_secret()
         if self.plan.kind == "agent":
             return self._with_agent()
@@ -113,11 +122,17 @@ class _Job:
             )
 
     def log(self, text: str) -> None:
-        """A line of the launcher's own, after what the ranks have printed so far."""
-        if not self.quiet:
-            if self.output is not None:
-                self.output.flush()
-            self._print(f"lockstep launch: {text}")
+        """A line of the launcher's own."""
+        self.show(f"lockstep launch: {text}")
+
+    def show(self, text: str) -> None:
+        """A text as it is, after what the ranks have printed so far."""
+        if self.quiet:
+            return
+        if self.output is None:
+            self._print(text)
+        else:
+            self.output.print(text)
 
     def _print(self, text: str) -> None:
         # Nobody reads it, stderr is closed, or a signal has come while this was printing.
@@ -154,7 +169,7 @@ class _Job:
         self.output = Output(prefix=self.plan.value("tee", "0"), collapse=self.quiet)
         with _handling({}):  # puts back what torch changes
             try:
-                ending = agent.run(self.plan, self.logs, self.output, self.log, lambda exits: self._one_line(exits))
+                ending = agent.run(self.plan, self.logs, self.output, self.log, self.show, self._one_line)
             except OSError as error:
                 if error.filename != self.plan.argv[0]:
                     raise
@@ -166,10 +181,12 @@ class _Job:
                     self.output = None
         if ending.saved:
             self.interrupted = ending.signal is not None
-            self.log("told to stop: the ranks have saved their state and ended. The same command goes on from there.")
+            self.log("asked to stop: the ranks have saved their state and exited. The same command resumes from there.")
             return constants.SAVED
         if ending.signal is not None:
             self.interrupted = True
+            if where := failure_report.interrupted_at(self._words()):
+                self.log(f"interrupted: {where} (tracebacks: {shorten(str(self.logs))})")
             self.log(f"ended by {signal.Signals(ending.signal).name}; all processes are gone.")
             return 128 + ending.signal
         if ending.verdict:
@@ -197,13 +214,13 @@ class _Job:
                 if output is not None:
                     output.close()
                     self.last_errors = output.last_errors
-        if output is not None and output.amid_line and code < 0:
-            self._print("")
         if child.received:
             self.interrupted = True
             if code in (0, -child.received[0], 128 + child.received[0]) or len(child.received) > 1:
                 return 128 + child.received[0]
-        if code < 0 and alone:
+        if code and alone and (code < 0 or self._raised(child.pid)):
+            if output is not None and output.amid_line:
+                self._print("")
             return self._fail((Exit(rank=0, code=code, pid=child.pid),))
         if code and not alone:
             return self._fail_elsewhere(code)
@@ -234,7 +251,7 @@ class _Job:
         return kills is not None and self.kills is not None and kills > self.kills
 
     def _fail(self, exits: tuple[Exit, ...], lost: tuple[Node, ...] = ()) -> int:
-        text, code = failure_report.render_report(
+        report = failure_report.render_report(
             exits,
             self._words(),
             logs=self.logs,
@@ -243,9 +260,16 @@ class _Job:
             lost=lost,
             out_of_memory=self._out_of_memory(),
             last_errors=self.last_errors,
+            nodes=self.plan.machines,
         )
-        self._print(text)
-        return code
+        if report.traceback and read_traceback(env.snapshot()) == "full":
+            self._print(printable(report.traceback.rstrip()))
+        self._print(show.render(report.box))
+        return report.code
+
+    def _raised(self, pid: int) -> bool:
+        """Whether an exception ended the only process, and not a call of sys.exit, which says all it has to say."""
+        return any(word.pid == pid and word.kind != "SystemExit" for word in self._words())
 
     def _fail_elsewhere(self, code: int) -> int:
         """mpirun or srun failed: they have said what they know; the ranks' own words say why."""
@@ -255,7 +279,7 @@ class _Job:
         # srun gives the code of whichever node it ended last: the first failure's own is the one that says something.
         exits = tuple(Exit(rank=word.rank, code=_code_of(word), pid=word.pid) for word in said)
         if self.plan.kind == "srun":  # the agents on the nodes have told it
-            return failure_report.render_report(exits, said, logs=self.logs)[1]
+            return failure_report.render_report(exits, said, logs=self.logs).code
         return self._fail(exits)
 
     def _is_new(self, word: crash_report.CrashReport) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import selectors
 import sys
@@ -29,6 +30,9 @@ PATIENCE = 0.2
 GATHERING = 0.5
 """Seconds in which the same line of several ranks counts as one, when lines are collapsed."""
 _CHUNK = 1 << 16
+_CLEAR = b"\r\x1b[K"
+_MOVES = re.compile(rb"\x1b\[[0-9;]*[A-HJf]")
+"""What moves the cursor to another line, as several bars at once do."""
 _LONGEST = 1 << 20
 """Bytes after which a line that has not ended is passed on."""
 _LAST = 1 << 14
@@ -51,6 +55,16 @@ class _Stream:
     """Whether the next byte begins a line on the screen."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _OpenLine:
+    """What stands on a screen without an end."""
+
+    rank: int
+    name: str
+    bar: bytes = b""
+    """The line, if it is one that a progress bar rewrites; then it can be drawn again below other lines."""
+
+
 @dataclass
 class _Line:
     number: int
@@ -69,8 +83,10 @@ class Output:
         self._screens = {"out": _Screen(sys.stdout), "err": _Screen(sys.stderr)}
         self._streams: dict[int, _Stream] = {}
         self._ranks: set[int] = set()
-        self._unfinished: dict[Any, int] = {}
-        """Screen -> the rank whose line on it has no end yet."""
+        self._unfinished: dict[Any, _OpenLine] = {}
+        """Screen -> the line on it that has no end yet."""
+        self._own: deque[bytes] = deque()
+        """Lines of the launcher's own that are to be printed."""
         self._noted: set[str] = set()
         self.last_errors: dict[int, bytearray] = {}
         """Rank -> the end of what it wrote to stderr since its last start."""
@@ -113,6 +129,11 @@ class Output:
                 if stream.writer >= 0:
                     os.close(stream.writer)
                     stream.writer = -1
+
+    def print(self, text: str) -> None:
+        """A line of the launcher's own, after what the ranks have printed so far; not into anybody's line."""
+        self._own.append(f"{text}\n".encode(errors="backslashreplace"))
+        self.flush()
 
     def flush(self, patience: float = 1.0) -> None:
         """Show what the ranks have written so far, before something else is printed."""
@@ -163,6 +184,8 @@ class Output:
                     self._end(stream)
                 self._show_late(everything=True)
                 self._end_lines()
+            while self._own:
+                self._put("err", -1, self._own.popleft())
             if asked:
                 self._asked.clear()
                 self._shown.set()
@@ -300,21 +323,29 @@ class Output:
 
     def _put(self, name: str, rank: int, text: bytes, stream: _Stream | None = None) -> None:
         screen = self._screens[name]
-        other = self._unfinished.get(screen.key, rank)
-        if other != rank and not text.startswith((b"\r", b"\n")):
-            # Somebody else's line stands there without an end; it must not swallow the beginning of this one.
-            screen.write(b"\n")
-            for interrupted in self._all():
-                interrupted.fresh = interrupted.fresh or interrupted.rank == other
-        if text.endswith(b"\n"):
+        line = self._unfinished.get(screen.key)
+        below = b""
+        if line is not None and (line.rank, line.name) != (rank, name) and not text.startswith((b"\r", b"\n")):
+            if line.bar and screen.is_terminal and text.endswith(b"\n"):
+                # A progress bar stays the last line of the screen.
+                screen.write(_CLEAR)
+                below = line.bar
+            elif line.rank != rank:
+                # Somebody else's line stands there without an end; it must not swallow the beginning of this one.
+                screen.write(b"\n")
+                for interrupted in self._all():
+                    interrupted.fresh = interrupted.fresh or interrupted.rank == line.rank
+        if below:
+            pass
+        elif text.endswith(b"\n"):
             self._unfinished.pop(screen.key, None)
         else:
-            self._unfinished[screen.key] = rank
+            self._unfinished[screen.key] = _OpenLine(rank=rank, name=name, bar=_bar_in(text))
         if stream is not None and self._prefix[name]:
             text = _with_rank(stream, text)
-        if not screen.write(text):
+        if not screen.write(text + below):
             way = "nothing of it is shown" if name == "err" else "the files of the run directory have it all"
-            self._note(name, f"nobody reads std{name} any more; the job goes on, and {way}.")
+            self._note(name, f"nobody reads std{name} any more; the job continues, and {way}.")
 
     def _end_lines(self) -> None:
         """With several ranks, what the launcher says next begins a line."""
@@ -337,11 +368,13 @@ class _Screen:
         self._gone = file is None
         self.key: Any = object()
         """The same for two streams that go to the same place."""
+        self.is_terminal = False
         with contextlib.suppress(OSError, ValueError, AttributeError):  # no file, or closed
             file.flush()
             self._fd = file.fileno()
             place = os.fstat(self._fd)
             self.key = (place.st_dev, place.st_ino)
+            self.is_terminal = os.isatty(self._fd)
 
     def stream(self) -> tuple[int, int]:
         """Both ends of what a rank writes into: a terminal if this is one, else a pipe."""
@@ -374,6 +407,16 @@ class _Screen:
             room.register(self._fd, select.POLLOUT)
             room.poll(1000)
             return 0
+
+
+def _bar_in(text: bytes) -> bytes:
+    """The last line of a text, if it is rewritten from its beginning; empty if it moves the cursor otherwise."""
+    head, rewritten, bar = text.rpartition(b"\n")[2].rpartition(b"\r")
+    if not rewritten:
+        return b""
+    # Some print the return after the bar, and not before it.
+    bar = bar or head.rpartition(b"\r")[2]
+    return b"" if _MOVES.search(bar) or not bar.strip() else b"\r" + bar
 
 
 def _is_line(text: bytes) -> bool:

@@ -2,7 +2,7 @@
 
 It runs the script as Python would, as ``__main__``, and adds what the launcher needs to say why a rank ended:
 
-- an exception that nobody caught is written down as the rank's last words before it is printed;
+- an exception that nobody caught is written down for the launcher, which shows it, and in full into the rank's log;
 - a crash in native code writes the Python lines that led to it into the run directory;
 - SIGUSR2 writes the stacks of all threads into the run directory, even while the main thread is in C++;
 - the rank dies with its launcher, however that ends, so that nothing is left running.
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from types import ModuleType, TracebackType
     from typing import Any, TextIO
 
+_STILL_THERE = 15.0
+"""Seconds after an exception in which a process has ended, unless something holds it up."""
 _kept: list[Any] = []
 """Files that must stay open as long as the process lives."""
 
@@ -54,12 +56,29 @@ def main() -> None:
     except BaseException as error:
         # Here, and not in an excepthook: the script may have replaced that, and Python calls none for SystemExit.
         if directory and not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            from pathlib import Path
-
-            from lockstep.rundir import crash_report
-
-            crash_report.write(Path(directory), crash_report.of_this_process(type(error), error, error.__traceback__))
+            _report(error, directory, environ)
         raise
+
+
+def _report(error: BaseException, directory: str, environ: Mapping[str, str]) -> None:
+    """For the launcher, which shows the failure of the job in one box; the whole traceback goes to the rank's log."""
+    with contextlib.suppress(Exception):  # the script's own error must be printed in any case
+        _write_report(error, directory, environ)
+
+
+def _write_report(error: BaseException, directory: str, environ: Mapping[str, str]) -> None:
+    from dataclasses import replace
+    from pathlib import Path
+
+    from lockstep.rundir import crash_report, rank_log
+    from lockstep.rundir.code_frames import shorten
+
+    log = rank_log.of_launched_rank(environ)
+    said = crash_report.of_this_process(type(error), error, error.__traceback__)
+    said = replace(said, log="" if log is None else shorten(str(log)))
+    by_hand = isinstance(error, KeyboardInterrupt) and "RANK" not in environ  # one process ends as by Python itself
+    if crash_report.write(Path(directory), said) and log is not None and not by_hand:
+        rank_log.take(log)
 
 
 def _run_script(script: str) -> None:
@@ -96,9 +115,29 @@ def _print_without_us() -> None:
 
     def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         trace = _from_script(trace)
-        before(kind, value.with_traceback(trace), trace)
+        value = value.with_traceback(trace)
+        if not _log(kind, value, trace):
+            before(kind, value, trace)
 
     sys.excepthook = show
+
+
+def _log(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> bool:
+    """Write the traceback to the rank's log instead of the screen; False where the launcher will not show it."""
+    import threading
+    import traceback
+
+    from lockstep.rundir import rank_log
+
+    log = rank_log.taken()
+    if log is None or not rank_log.append(log, "".join(traceback.format_exception(kind, value, trace))):
+        return False
+    # The box comes when the process has ended: a thread that does not let it end must not hide that it has failed.
+    note = f"{kind.__name__} was raised, and the process has not ended yet; traceback: {log}"
+    later = threading.Timer(_STILL_THERE, lambda: print(note, file=sys.stderr, flush=True))
+    later.daemon = True
+    later.start()
+    return True
 
 
 def _from_script(trace: TracebackType | None) -> TracebackType | None:

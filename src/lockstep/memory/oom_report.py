@@ -1,4 +1,4 @@
-"""What to say of a lack of memory that ends a rank: who, what for, what was free, what is large, what would help."""
+"""The report of an out-of-memory error that ends a rank: the request, what was free, what is large, what helps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from lockstep.config.choices import PrecisionType
 from lockstep.config.sizes import in_words
 from lockstep.errors import OutOfMemory, PeerFailure
 from lockstep.memory.oom_detect import is_out_of_memory, requested_bytes, root_of
+from lockstep.rundir.crash_report import Advice, line_of
 from lockstep.topology.memory import free_device_memory, free_host_memory
 from lockstep.training.state import TrainingState
 
 _SHOWN = 5
-"""How many of the largest tensors are told."""
+"""How many of the largest tensors are listed."""
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -38,18 +39,18 @@ class _Kept:
     states: int
 
 
-def advise(error: BaseException) -> str:
-    """The text for an error that ends this rank; empty when it is no lack of memory of its own."""
+def advise(error: BaseException) -> Advice | None:
+    """What is known of an error that ends this rank; None when it is no lack of memory of its own."""
     return report(error, current.peek())
 
 
-def report(error: BaseException, session: current.Session | None) -> str:
+def report(error: BaseException, session: current.Session | None) -> Advice | None:
     """The same in a session; None where nobody has joined a job yet."""
     if not is_out_of_memory(error) or isinstance(root_of(error), PeerFailure):
-        return ""
+        return None
     state = None if session is None else session.training
     if isinstance(error, OutOfMemory) and (state is None or not state.models):
-        return ""  # a search that has ended: what it held is freed, and its own text has what to do and the result
+        return None  # a search that has ended: what it held is freed, and its own text has what to do and the result
     device = torch.device("cpu") if session is None else session.topology.device
     root = root_of(error)
     on_host = device.type == "cpu" or isinstance(root, (MemoryError, OSError)) or "CPUAllocator" in str(root)
@@ -62,21 +63,18 @@ def report(error: BaseException, session: current.Session | None) -> str:
     rank = 0 if session is None else session.topology.rank
     asked = requested_bytes(error)
     free = free_host_memory() if on_host else free_device_memory(device)
-    lines = [
-        f"Out of memory on rank {rank} ({'host' if on_host else device}): "
-        + (f"tried to allocate {in_words(asked)}" if asked else "how much it asked for is not known")
-        + (f"; {in_words(free)} are free now." if free is not None else ".")
-    ]
-    if large:
-        lines.append("Largest tensors that Python can see (what autograd keeps for backward is not among them):")
-        lines += [
-            f"  {in_words(item.size):>10}  {item.what}" for item in sorted(large, key=lambda item: -item.size)[:_SHOWN]
-        ]
-    lines.append("What would help most:")
-    advice = list(_remedies(error, state, kept, on_host, large))[:2]
-    lines += [f"  {number}. {text}" for number, text in enumerate(advice, 1)]
-    lines += [str(error).splitlines()[-1]] if isinstance(error, OutOfMemory) else []  # the result is what is read last
-    return "\n".join(lines)
+    where = line_of(error).removesuffix(" in <module>")
+    lead = (
+        f"Out of memory on rank {rank} ({'host' if on_host else device}){f' at {where}' if where else ''}: "
+        + (f"tried to allocate {in_words(asked)}" if asked else "the size of the request is not known")
+        + (f", {in_words(free)} free." if free is not None else ".")
+    )
+    largest = sorted(large, key=lambda item: -item.size)[:_SHOWN]
+    details = ["Largest tensors that Python can see (what autograd keeps for backward is not among them):"]
+    details += [f"  {in_words(item.size):>10}  {item.what}" for item in largest]
+    remedies = list(_remedies(error, state, kept, on_host, large))[:2]
+    fix = [f"{number}. {text}" for number, text in enumerate(remedies, 1)]
+    return Advice(lead=lead, details="\n".join(details) if large else "", fix="\n".join(fix))
 
 
 # --- what is large -----------------------------------------------------------------------------------------------
@@ -158,14 +156,14 @@ def _remedies(
     if models and not any(model.training for model in models) and _builds_graph(error):
         yield "Evaluate under torch.no_grad(): the models are in eval mode, and yet a graph for backward is kept."
     if "DataLoader worker" in text or _is_in_traceback(error, os.path.join("utils", "data")):
-        yield "It ran out while reading data: use fewer num_workers, or a smaller prefetch_factor or batch."
+        yield "Memory ran out while data was read: use fewer num_workers, or a smaller prefetch_factor or batch."
     batch = _batch_size(state)
     if state is not None and batch is not None and batch > 1:
         steps = state.accumulation.num_steps
         yield (
             f"Halve the batch and accumulate twice as often, which makes the same updates: batch_size={batch // 2}, "
             f"gradient_accumulation_steps={steps * 2}. find_executable_batch_size(keep_effective_batch=True) and "
-            "accelerator.auto_microbatch find the size by themselves."
+            "accelerator.auto_microbatch find a size that fits."
         )
     if kept.states > kept.weights and kept.states >= (requested_bytes(error) or 0) / 4:
         yield (

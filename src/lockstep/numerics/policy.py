@@ -190,7 +190,11 @@ class NanMonitor(TrainingMonitor):
         head = what if self._scaled else head
         text, tells = self._reporter.update(what, samples, forwards, alone=self._scaled)
         if self.policy is NanPolicy.STOP:
-            raise NumericsError(f"nan_policy='stop': {head}.\n{text}")
+            error = NumericsError(f"nan_policy='stop': {head}.\n{text}")
+            cause = text.partition("\n")[0]
+            if cause.startswith("rank "):  # it raises on all of them
+                error.lead = f"Rank {cause.removeprefix('rank ')}; update {self._state.updates}, nan_policy='stop'."
+            raise error
         if tells:
             everywhere = " on all ranks" if self._group.world_size > 1 else ""
             self._reporter.log(f"nan_policy='skip': {head}; the update is dropped{everywhere}.\n{text}")

@@ -1,4 +1,4 @@
-"""When an exception ends this rank, the others learn of it before it is gone, instead of waiting for it in vain."""
+"""When an exception ends this rank, the others are notified before it is gone, instead of waiting for it in vain."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -15,8 +14,10 @@ from typing import Any
 from lockstep.blackbox import read
 from lockstep.errors import TopologyError, first_line
 from lockstep.host import script_exit
+from lockstep.process_group import failure_screen
 from lockstep.process_group.group import Group
-from lockstep.rundir import crash_report, error_file
+from lockstep.rundir import crash_report, error_file, rank_log
+from lockstep.rundir.crash_report import Advice
 
 _STORE_ANSWERS = 10.0
 """Seconds that a rank that leaves waits for the job's store."""
@@ -25,7 +26,7 @@ _LEAVE_FIRST = 3.0
 
 
 class PeerNotifier:
-    """An excepthook that tells the other ranks; installed while the rank is in a job."""
+    """An excepthook that notifies the other ranks; installed while the rank is in a job."""
 
     def __init__(self) -> None:
         self._group: Group | None = None
@@ -39,17 +40,19 @@ class PeerNotifier:
         """What is known of an end whose exit code is not: by SystemExit, or after an atexit callback that raised."""
 
     def install(self, group: Group) -> None:
-        """From now on, tell the others. Before the process group is made: torch puts its own hook around ours."""
+        """From now on, notify the others. Before the process group is made: torch puts its own hook around ours."""
         self._group = group
         self._before = sys.excepthook
         sys.excepthook = self
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
+        crash_report.add_adviser(self._advise)
         self._script = script_exit.script_frame()
 
     def uninstall(self) -> None:
         """The rank leaves in good order."""
         self._group = self._script = None
         self.message = self.note = ""
+        crash_report.remove_adviser(self._advise)
         if sys.excepthook is self:
             sys.excepthook = self._before
         if sys.unraisablehook == self._on_unraisable:
@@ -79,25 +82,35 @@ class PeerNotifier:
             self.note = f"an atexit callback raised {raised.exc_type.__name__}: {first_line(raised.exc_value or '')}"
         self._unraisable(raised)
 
+    def _advise(self, error: BaseException) -> Advice | None:
+        """For the crash report: which ranks a broken connection led to."""
+        return self._group.advise_on_lost_peers(error) if self._group is not None else None
+
     def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         """As an excepthook is called."""
-        text = str(value).strip()
-        self.message = f"{kind.__name__}: {text.splitlines()[0]}" if text else kind.__name__
-        dead = ""
-        if self._group is not None:
-            if not self._group.is_consequence(value):
-                _end(self._group, self.message, "".join(traceback.format_exception(kind, value, trace)))
-            dead = self._group.describe_lost_peers(value)
-        self._before(kind, value, trace)
-        advice = "\n".join(filter(None, [crash_report.advice_on(value), dead]))
-        if advice:
-            print(f"\n{advice}", file=sys.stderr)
-        if self._group is not None:
-            _let_leave_first(self._group)
+        text = first_line(crash_report.message_of(value))
+        self.message = f"{kind.__name__}: {text}" if text else kind.__name__
+        group = self._group
+        if group is not None and not group.is_consequence(value):
+            _end(group, self.message, crash_report.format_traceback(kind, value, trace))
+        if group is None or rank_log.taken() is not None or not failure_screen.show(group, kind, value, trace):
+            self._before(kind, value, trace)
+            _add_advice(str(crash_report.advice_on(value)))
+        elif self._before is not sys.__excepthook__:
+            self._before(kind, value, trace)  # the script's own: it may report elsewhere
+        if group is not None:
+            _let_leave_first(group)
+
+
+def _add_advice(text: str) -> None:
+    """Below the traceback, wherever that went."""
+    log = rank_log.taken()
+    if text and (log is None or not rank_log.append(log, f"\n{text}\n")):
+        print(f"\n{text}", file=sys.stderr)
 
 
 def _end(group: Group, what: str, details: str = "") -> None:
-    """Tell the others, as far as the store can be reached; the user's own error is shown in any case.
+    """Notify the others, as far as the store can be reached; the user's own error is shown in any case.
 
     Behind a network that is cut, torch waits for an answer of the store without a limit.
     """

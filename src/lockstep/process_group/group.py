@@ -45,6 +45,7 @@ from lockstep.process_group import gloo_sockets, gloo_threads, job_secret, start
 from lockstep.process_group.abort import AbortListener, AbortReason
 from lockstep.process_group.monitor import Monitor
 from lockstep.process_group.store import open_store, port_of
+from lockstep.rundir.crash_report import Advice
 from lockstep.rundir.format_ranks import name_ranks
 from lockstep.topology.topology import Topology
 from lockstep.torch_internals.c10d import backend_for, default_store
@@ -340,10 +341,11 @@ class Group:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         dead = self.monitor.find_dead()
         if dead:
-            return PeerFailure(
+            return _advised(
                 f"While {doing}, rank {self.rank} lost the connection to {name_ranks(box.rank for box in dead)}, which "
-                f"died ({first}).\n{self.monitor.describe_dead(dead)}",
-                rank=dead[0].rank,
+                f"died ({first}).",
+                self.monitor.advise_on_dead(dead),
+                dead[0].rank,
             )
         if "timed out" in first.lower() or "timeout" in first.lower():
             return PeerFailure(
@@ -353,32 +355,37 @@ class Group:
             )
         left = left or self.monitor.find_left()
         if left:
-            return PeerFailure(
+            return _advised(
                 f"While {doing}, rank {self.rank} lost the connection to {name_ranks(box.rank for box in left)}, which "
-                f"came to the end of the script.\n{self.monitor.describe_left(left)}",
-                rank=left[0].rank,
+                "came to the end of the script.",
+                self.monitor.advise_on_left(left),
+                left[0].rank,
             )
         return PeerFailure(
             f"While {doing}, rank {self.rank} lost the connection to another rank ({first}). "
-            "That rank's own output tells why it went away."
+            "That rank's own output shows why it ended."
         )
 
     def is_consequence(self, error: BaseException) -> bool:
         """Whether an error on this rank only follows from another rank's failure."""
         if not _is_broken(error) and not isinstance(error, PeerFailure):
             return False
-        self._await_abort_reason()
+        if not (isinstance(error, PeerFailure) and error.lead):  # else it was waited for when the error was made
+            self._await_abort_reason()
         if self.abort_reason is None:
             return bool(self.monitor.find_dead())
         return self.abort_reason.rank != self.rank and self.aborted
 
-    def describe_lost_peers(self, error: BaseException) -> str:
-        """After a broken connection in one of torch's own calls: ranks of this node that died or left, described."""
-        dead = self.monitor.find_dead() if _is_broken(error) else []
-        left = self.monitor.find_left() if _is_broken(error) and not dead and self.abort_reason is None else []
-        return (
-            self.monitor.describe_dead(dead) if dead else self.monitor.describe_left(left, "backward") if left else ""
-        )
+    def advise_on_lost_peers(self, error: BaseException) -> Advice | None:
+        """After a broken connection in one of torch's own calls: ranks of this node that died or left."""
+        if not _is_broken(error) or isinstance(error, PeerFailure) or not LOST_PEER.search(str(error)):
+            return None
+        if self.abort_reason is None:
+            self._await_abort_reason()
+        if dead := self.monitor.find_dead():
+            return self.monitor.advise_on_dead(dead)
+        left = self.monitor.find_left() if self.abort_reason is None else []
+        return self.monitor.advise_on_left(left, "backward") if left else None
 
     def _await_abort_reason(self) -> None:
         """A connection breaks a moment before the reason for it is known: give it that moment."""
@@ -580,6 +587,13 @@ class Group:
 
 def _read_ports(data: bytes) -> list[int]:
     return [int(port) for port in json.loads(data)]
+
+
+def _advised(text: str, advice: Advice, rank: int) -> PeerFailure:
+    """The error of a rank that lost another one, with what is known of that."""
+    error = PeerFailure(f"{text}\n{advice}", rank=rank)
+    error.lead, error.cause, error.fix = advice.lead, advice.cause, advice.fix
+    return error
 
 
 def _is_broken(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from lockstep.blackbox.box import NoBox
 from lockstep.blackbox.snapshot import Snapshot
 from lockstep.blackbox.step_clock import StepClock
+from lockstep.rundir.crash_report import Advice
 
 
 class Monitor:
@@ -29,10 +30,10 @@ class Monitor:
         """The boxes of ranks of this node that came to the end of the script, and not to this rank's collective."""
         return []
 
-    def describe_dead(self, dead: Sequence[Snapshot]) -> str:
-        """In sentences: who died, what each was doing, what to do."""
-        return ""
+    def advise_on_dead(self, dead: Sequence[Snapshot]) -> Advice:
+        """Who died, what each was doing, what to do."""
+        return Advice()
 
-    def describe_left(self, left: Sequence[Snapshot], doing: str = "") -> str:
-        """In sentences: who came to the end of the script, the likely cause, and what to do."""
-        return ""
+    def advise_on_left(self, left: Sequence[Snapshot], doing: str = "") -> Advice:
+        """Who came to the end of the script, the likely cause, and what to do."""
+        return Advice()

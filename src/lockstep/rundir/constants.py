@@ -8,6 +8,8 @@ if TYPE_CHECKING:
 
 SAVED = 75
 """The exit code of a rank that was told to go and has saved its state, and of the launcher when all have."""
+LOG_FILE = "LOCKSTEP_LOG_FILE"
+"""The variable that names the file into which the launcher writes a rank's stderr."""
 VARIABLE = "LOCKSTEP_RUN_DIR"
 """The variable that names the run directory."""
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import sys
 import time as clock
 import traceback as tracebacks
 from collections.abc import Callable, Collection, Mapping
@@ -17,8 +18,9 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.config import env
-from lockstep.errors import LOST_PEER, DistributedOperationException, LockstepError, PeerFailure, walk_chain
+from lockstep.errors import LOST_PEER, LockstepError, PeerFailure, first_line, walk_chain
 from lockstep.rundir import files
+from lockstep.rundir.code_frames import CodeFrame, frames_of, is_machinery, is_users, shorten
 from lockstep.rundir.constants import rank_in
 from lockstep.rundir.layout import RunDirectory
 from lockstep.rundir.regular_file import read_json
@@ -28,25 +30,49 @@ TRACEBACK_LIMIT = 100_000
 # Room for both texts when every character is escaped.
 _FILE_LIMIT = 4_000_000
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_SHIM = os.path.join(_OURS, "launch", "worker.py")
-_STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _FILE = re.compile(r"rank_(\d+)\.json")
 
 _LEAVING = ("SystemExit", "KeyboardInterrupt")
 
-_advisers: list[Callable[[BaseException], str]] = []
+_CAUSES = 4
+"""Errors of a chain that are named."""
 
 
-def add_adviser(adviser: Callable[[BaseException], str]) -> None:
-    """Have a package of the running half asked what it knows of an exception: it gives a text, or nothing.
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What somebody who knows has to say about an exception."""
+
+    lead: str = ""
+    """What happened, in a sentence, in the place of the exception's own text."""
+    details: str = ""
+    """More lines."""
+    cause: str = ""
+    """The likely cause."""
+    fix: str = ""
+    """What to do."""
+
+    def __str__(self) -> str:
+        cause, fix = self.cause and f"Likely cause: {self.cause}", self.fix and f"Fix: {self.fix}"
+        return "\n".join(filter(None, [self.lead, self.details, cause, fix]))
+
+
+_advisers: list[Callable[[BaseException], Advice | None]] = []
+
+
+def add_adviser(adviser: Callable[[BaseException], Advice | None]) -> None:
+    """Have a package of the running half asked what it knows of an exception.
 
     For the whole process, as the excepthook is: who writes a report of a crash may belong to the starting half, and
     knows nobody whom it could ask.
     """
     if adviser not in _advisers:
         _advisers.append(adviser)
+
+
+def remove_adviser(adviser: Callable[[BaseException], Advice | None]) -> None:
+    """Do not ask any more."""
+    if adviser in _advisers:
+        _advisers.remove(adviser)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +107,32 @@ class CrashReport:
     cause_rank: int | None
     """The rank that failed first, where this one was told."""
 
-    advice: str = ""
-    """What the running half has to say about it."""
-
     lead: str = ""
-    """Where this rank only noticed that another one strayed: which one, and where."""
+    """What happened, where this rank only noticed it, or where the exception's own text does not show it."""
+
+    details: str = ""
+    """More lines on it."""
+
+    cause: str = ""
+    """The likely cause."""
+
+    fix: str = ""
+    """What to do."""
+
+    frames: tuple[CodeFrame, ...] = ()
+    """The user's own lines on the way to the error, with their source; innermost last."""
+
+    raised_in: str = ""
+    """Where in another library it was raised, if not in the user's own code."""
+
+    causes: tuple[str, ...] = ()
+    """What the exception was raised from, or contains, in a line each."""
+
+    node: int | None = None
+    """The node of the rank, where the job has several."""
+
+    log: str = ""
+    """The file that has the whole traceback."""
 
 
 # ---------------------------------------------------------------- in the rank
@@ -99,9 +146,15 @@ def from_exception(
     rank: int,
     local_rank: int,
     attempt: str = "",
+    node: int | None = None,
 ) -> CrashReport:
     """Turn what an excepthook is given into last words. Never raises, whatever the exception is like."""
     follows, cause = _led_by(value, rank)
+    advice = advice_on(value)
+    frames: tuple[CodeFrame, ...] = ()
+    raised_in = ""
+    with suppress(Exception):
+        frames, raised_in = frames_of(value, trace)
     return CrashReport(
         rank=rank,
         local_rank=local_rank,
@@ -111,24 +164,47 @@ def from_exception(
         time=clock.time(),
         kind=kind.__name__,
         message=_cut(message_of(value), MESSAGE_LIMIT),
-        traceback=_cut(_traceback(kind, value, trace), TRACEBACK_LIMIT),
+        traceback=_cut(format_traceback(kind, value, trace), TRACEBACK_LIMIT),
         line=_line(value, trace),
         follows=follows,
         cause_rank=cause,
-        advice=_cut(advice_on(value), MESSAGE_LIMIT),
-        lead=_cut(getattr(value, "lead", ""), MESSAGE_LIMIT)
-        if isinstance(value, DistributedOperationException)
-        else "",
+        lead=_cut(advice.lead, MESSAGE_LIMIT),
+        details=_cut(advice.details, MESSAGE_LIMIT),
+        cause=_cut(advice.cause, MESSAGE_LIMIT),
+        fix=_cut(advice.fix, MESSAGE_LIMIT),
+        frames=frames,
+        raised_in=raised_in,
+        causes=_causes(value),
+        node=node,
     )
 
 
-def advice_on(value: BaseException | None) -> str:
-    """What those who know have to say about an exception. Never raises, as there is another error to tell."""
-    said = []
+def advice_on(value: BaseException | None) -> Advice:
+    """What is known about an exception, by itself or by an adviser. Never raises: there is another error to report."""
+    if isinstance(value, LockstepError) and (value.lead or value.cause or value.fix):
+        return Advice(lead=value.lead, cause=value.cause, fix=value.fix)
     for adviser in _advisers:
         with suppress(Exception):
-            said.append("" if value is None else adviser(value))
-    return "\n".join(text for text in said if text)
+            if value is not None and (found := adviser(value)) is not None:
+                return found
+    if isinstance(value, ModuleNotFoundError) and value.name:
+        return Advice(
+            cause=f"{value.name} is not installed for {sys.executable}, or its name is misspelled.",
+            fix="Install it into that environment, or start the job with the Python that has it.",
+        )
+    return Advice()
+
+
+def _causes(value: BaseException | None) -> tuple[str, ...]:
+    """The other errors of a chain or group: "KeyError at data.py:12 in load: 'label'"."""
+    found = []
+    with suppress(Exception):
+        for error in list(walk_chain(value))[1:]:
+            line = line_of(error)
+            said = first_line(message_of(error))
+            text = f"{type(error).__name__}{f' at {line}' if line else ''}{f': {said}' if said else ''}"
+            found.append(_cut(text if len(text) <= 300 else f"{text[:297]}...", 400))
+    return (*found[:_CAUSES], *([f"{len(found) - _CAUSES} more"] if len(found) > _CAUSES else []))
 
 
 def of_this_process(kind: type[BaseException], value: BaseException | None, trace: TracebackType | None) -> CrashReport:
@@ -136,7 +212,9 @@ def of_this_process(kind: type[BaseException], value: BaseException | None, trac
     environ = env.snapshot()
     attempt = environ.get("LOCKSTEP_ATTEMPT", "")
     local_rank = _number(environ.get("LOCAL_RANK"))
-    return from_exception(kind, value, trace, rank=rank_in(environ), local_rank=local_rank, attempt=attempt)
+    node = _number(environ.get("GROUP_RANK")) if _number(environ.get("GROUP_WORLD_SIZE")) > 1 else None
+    rank = rank_in(environ)
+    return from_exception(kind, value, trace, rank=rank, local_rank=local_rank, attempt=attempt, node=node)
 
 
 def _number(text: str | None) -> int:
@@ -167,35 +245,38 @@ def message_of(value: BaseException | None) -> str:
         return f"<its text cannot be made: {type(error).__name__}>"
 
 
-def _traceback(kind: type[BaseException], value: BaseException | None, trace: TracebackType | None) -> str:
+def format_traceback(
+    kind: type[BaseException], value: BaseException | None, trace: TracebackType | None, *, short: bool = False
+) -> str:
+    """As Python prints it, without the frames that start the script; ``short``: with the user's own frames only.
+
+    Never raises.
+    """
     if value is None:
         return f"{kind.__name__}\n"
     try:
         try:
-            return _format(kind, value, trace)
+            return _format(kind, value, trace, short)
         except RuntimeError:  # maybe of a signal's handler: torch's raises wherever it is when a loader's worker died
-            return _format(kind, value, trace)
+            return _format(kind, value, trace, short)
     except Exception as error:
         return f"<the traceback cannot be made: {type(error).__name__}>\n"
 
 
-def _format(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> str:
+def _format(kind: type[BaseException], value: BaseException, trace: TracebackType | None, short: bool) -> str:
     whole = tracebacks.TracebackException(kind, value, trace)
     for part in walk_chain(whole, suppressed=True):
-        user = [frame for frame in part.stack if not _is_machinery(frame.filename)]
+        kept = [frame for frame in part.stack if not is_machinery(frame.filename)]
+        users = [frame for frame in kept if is_users(frame.filename)] if short else []
         # A script that does not parse has no frame of its own, but says where by itself.
-        if user or issubclass(kind, SyntaxError):
-            part.stack[:] = user
+        if kept or issubclass(kind, SyntaxError):
+            part.stack[:] = users or kept
     return "".join(whole.format())
 
 
-def _is_machinery(filename: str) -> bool:
-    """What stands between the interpreter and the user's script, or between an import and what it imports."""
-    return (
-        filename.startswith(("<frozen importlib", "<frozen runpy"))
-        or filename == f"{_STANDARD}runpy.py"
-        or filename == _SHIM
-    )
+def line_of(value: BaseException) -> str:
+    """The last line of the user's own code on the way to an error: ``train.py:12 in main``."""
+    return _line(value, value.__traceback__)
 
 
 def _line(value: BaseException | None, trace: TracebackType | None) -> str:
@@ -203,28 +284,13 @@ def _line(value: BaseException | None, trace: TracebackType | None) -> str:
     while trace is not None:
         code = trace.tb_frame.f_code
         last = (code.co_filename, trace.tb_lineno, code.co_name)
-        if _is_users(code.co_filename):
+        if is_users(code.co_filename):
             user = last
         trace = trace.tb_next
-    if isinstance(value, SyntaxError) and value.filename and (user is None or _is_users(value.filename)):
-        return f"{_short(value.filename)}:{value.lineno}"
+    if isinstance(value, SyntaxError) and value.filename and (user is None or is_users(value.filename)):
+        return f"{shorten(value.filename)}:{value.lineno}"
     chosen = user or last
-    return "" if chosen is None else f"{_short(chosen[0])}:{chosen[1]} in {chosen[2]}"
-
-
-def _is_users(filename: str) -> bool:
-    if filename.startswith("<"):
-        return False
-    with suppress(OSError):  # the working directory is gone
-        filename = os.path.abspath(filename)
-    return not filename.startswith((_OURS, _STANDARD)) and not any(part in filename for part in _PACKAGES)
-
-
-def _short(filename: str) -> str:
-    with suppress(OSError):
-        here = os.getcwd() + os.sep
-        return filename.removeprefix(here)
-    return filename
+    return "" if chosen is None else f"{shorten(chosen[0])}:{chosen[1]} in {chosen[2]}"
 
 
 def _led_by(value: BaseException | None, rank: int) -> tuple[bool, int | None]:
@@ -294,10 +360,14 @@ def _checked(name: str, kind: Any, data: dict[str, Any]) -> Any:
         "float": isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
         "str": isinstance(value, str),
         "bool": isinstance(value, bool),
+        "tuple[str, ...]": isinstance(value, list) and all(isinstance(text, str) for text in value),
+        "tuple[CodeFrame, ...]": isinstance(value, list),
     }
     if not fits[kind]:
-        raise ValueError(f"{name} is no {kind}")
-    return value
+        raise ValueError(f"{name} is not of type {kind}")
+    if name == "frames":
+        return tuple(CodeFrame.from_dict(frame) for frame in value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def first_failure(

@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from lockstep.config import env
+from lockstep.config.traceback import read_traceback
+from lockstep.errors import ConfigError, first_line
 from lockstep.host.atomic_file import replacing
 from lockstep.rundir import crash_report
 
@@ -33,6 +35,20 @@ def write(message: str, callstack: str, *, follows: bool = False) -> None:
     about = {"py_callstack": callstack, "timestamp": str(int(time.time()) + (_LATER if follows else 0))}
     with suppress(OSError, ValueError), replacing(path) as draft, open(draft, "w") as file:
         json.dump({"message": {"message": message, "extraInfo": about}}, file)
+
+
+def _callstack(said: crash_report.CrashReport, value: BaseException, trace: TracebackType | None) -> str:
+    """What torchrun's last block shows: the user's own frames and what is known; of a consequence, a line or two."""
+    advice = crash_report.Advice(lead=said.lead, details=said.details, cause=said.cause, fix=said.fix)
+    if said.follows:
+        return f"{said.kind}: {first_line(said.message)}\n{advice}".rstrip()
+    with suppress(ConfigError):
+        if read_traceback(env.snapshot()) == "full":
+            return said.traceback.rstrip()
+    text = crash_report.format_traceback(type(value), value, trace, short=True).rstrip()
+    told = "Likely cause: " in said.message or "Fix: " in said.message
+    lines = str(advice) if not told else said.lead if said.lead not in said.message else ""
+    return f"{text}\n{lines}".rstrip()
 
 
 class ErrorFile:
@@ -74,8 +90,7 @@ class ErrorFile:
     def _on_exception(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if self._rank is not None:
             said = crash_report.of_this_process(kind, value, trace)
-            text = f"{said.traceback}\n{said.advice}" if said.advice else said.traceback
-            write(f"{said.kind}: {said.message}", text.rstrip(), follows=said.follows)
+            write(f"{said.kind}: {said.message}", _callstack(said, value, trace), follows=said.follows)
         self._hook(kind, value, trace)
 
     def _on_exit(self, status: Any = None, /) -> NoReturn:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.guard.crash import different_calls, read_crash, with_crash
-from lockstep.guard.dead_peers import describe
+from lockstep.guard.dead_peers import advise_on_dead
 from lockstep.rundir.constants import stack_file
 from tests.unit.guard.boxes import BACKWARD, GATHER, box
 
@@ -45,10 +45,10 @@ def test_an_abort_inside_a_collective_is_explained_by_another_rank_in_another_on
     dead = box(0, [BACKWARD], alive=False, crash="Aborted", stack=ALL_REDUCE, world=3)
     strayed = box(1, [BACKWARD, BACKWARD], waits=1, world=3)
     follows = box(2, [BACKWARD], alive=False, crash="Aborted", stack=ALL_REDUCE, world=3)
-    text = different_calls(dead, [dead, strayed, follows])
-    assert text.startswith(
-        "At that moment rank 1 was in backward #2 at train.py:20.\nLikely cause: the ranks made different"
-    )
+    advice = different_calls(dead, [dead, strayed, follows])
+    assert advice is not None
+    assert advice.details == "At that moment rank 1 was in backward #2 at train.py:20."
+    assert "different collective calls" in advice.cause
 
 
 @pytest.mark.parametrize(
@@ -61,18 +61,15 @@ def test_an_abort_inside_a_collective_is_explained_by_another_rank_in_another_on
 )
 def test_an_abort_without_another_call_is_not(other: object) -> None:
     dead = box(0, [BACKWARD], alive=False, crash="Aborted", stack=ALL_REDUCE)
-    assert different_calls(dead, [dead, other]) == ""  # type: ignore[list-item]
+    assert different_calls(dead, [dead, other]) is None  # type: ignore[list-item]
 
 
 def test_a_crash_outside_of_collectives_or_of_another_kind_is_not() -> None:
     dead = box(0, [BACKWARD], alive=False, crash="Aborted", stack=("/me/train.py:13 in <module>",))
     other = box(1, [BACKWARD, GATHER], waits=1)
-    assert different_calls(dead, [dead, other]) == ""
+    assert different_calls(dead, [dead, other]) is None
     segfault = replace(dead, crash="Segmentation fault", stack=ALL_REDUCE)
-    assert different_calls(segfault, [dead, other]) == ""
-    told = describe([segfault], None)
-    assert (
-        "was ended by a crash in native code (Segmentation fault). It was in torch's all_reduce at /me/train.py:13"
-        in told
-    )
-    assert "memory is the first suspect" not in told
+    assert different_calls(segfault, [dead, other]) is None
+    told = advise_on_dead([segfault], None)
+    assert "crashed in native code (Segmentation fault). It was in torch's all_reduce at /me/train.py:13" in told.lead
+    assert told.fix == ""

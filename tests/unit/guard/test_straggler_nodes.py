@@ -116,7 +116,7 @@ def test_the_one_rank_of_a_machine_is_named_by_the_other(cluster: Cluster, slow:
     cluster.steps(*([LATE] if node == slow else [WAITS] for node in range(NODES)))
     cluster.look()
     (line,) = cluster.heard(0)
-    assert line.startswith(f"Rank {slow} (node{slow}, cpu) is slower than the other ranks: 60 ms")
+    assert line.startswith(f"lockstep guard: Rank {slow} (node{slow}, cpu) is slower than the other ranks: 60 ms")
     assert "most of it in backward (+50 ms)" in line
     assert cluster.said[1] == []
     assert cluster.rounds() == 1 + (slow == 0)  # machine 1 has asked, and told machine 0
@@ -143,7 +143,9 @@ def test_a_slow_machine_is_named(cluster: Cluster) -> None:
     cluster.steps([WAITS, WAITS], [LATE, LATE])
     cluster.look()
     (line,) = cluster.heard(0)
-    assert line.startswith("Ranks 2-3 (node1, cpu) are slower than those of the other machines: 60 ms of their")
+    assert line.startswith(
+        "lockstep guard: Ranks 2-3 (node1, cpu) are slower than those of the other machines: 60 ms of their"
+    )
 
 
 def test_a_slow_network_is_asked_about_once_by_all(cluster: Cluster) -> None:
