@@ -122,6 +122,11 @@ class AlignDevicesHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring weights and inputs."""
+        if torch.compiler.is_compiling():  # reading files is no part of a graph
+            return torch.compiler.disable(self._enter)(args, kwargs)
+        return self._enter(args, kwargs)
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.io_same_device:
             self.input_device = _device_of((args, kwargs))
         if self.offload:
@@ -135,6 +140,9 @@ class AlignDevicesHook(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Take the weights off; bring the output."""
+        return torch.compiler.disable(self._leave)(output) if torch.compiler.is_compiling() else self._leave(output)
+
+    def _leave(self, output: Any) -> Any:
         if self.offload:
             self._release()
         if self.io_same_device and self.input_device is not None:

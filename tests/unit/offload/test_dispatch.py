@@ -374,3 +374,14 @@ def test_a_copy_runs_on_its_own(tmp_path: Path) -> None:
     assert on_meta(other) == on_meta(model)
     remove_hook_from_submodules(other)
     assert torch.equal(logits(model), want)
+
+
+def test_a_compiled_model_reads_its_weights_outside_of_the_graph(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 2)).eval()
+    values = torch.randn(4, 300)
+    with torch.no_grad():
+        want = model(values)
+        compiled = torch.compile(disk_offload(model, tmp_path), backend="eager")
+        for _ in range(2):
+            assert torch.equal(compiled(values), want)
+    assert model[0].weight.is_meta
