@@ -72,7 +72,9 @@ def load(
     names = exchange(
         [path.name for path in discovery.candidates(request.place, many=request.many)], "finding checkpoints"
     )[0]
-    paths = [request.place / name for name in names] if request.many else [request.place] * len(names)
+    # A root has no name. Of other folders rank 0's name counts: each rank may have made a temporary one.
+    around = request.place if request.many or not request.place.name else request.place.parent
+    paths = [around / name for name in names]
     if not paths:
         if request.many:
             return None
