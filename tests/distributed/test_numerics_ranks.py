@@ -217,7 +217,7 @@ def test_a_job_is_debugged_without_a_change_to_its_script() -> None:
     assert told.count("Detected inf/nan during batch_number=13") == 1, told
     assert "block.scale Growing" in told
     assert "NumericsError" in told
-    summary = told.partition("lockstep launch: the job failed")[2]
+    summary = " ".join(told.partition("lockstep launch: the job failed")[2].split())
     kept = re.search(r"batch_number=13 on rank [01] .* kept in (\S+),", summary)  # the summary cites the report
     assert kept, told
     assert "block.scale Growing" in Path(kept[1]).read_text()

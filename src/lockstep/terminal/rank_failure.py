@@ -19,13 +19,14 @@ _BEGIN, _END = 12, 3
 
 def headline(report: CrashReport, ranks: Sequence[int] = ()) -> str:
     """The first line: which rank, which line of the script, what."""
+    site = report.line.removesuffix(" in <module>")
     if report.lead:
-        return report.lead
+        known = not site or site.partition(" in ")[0] in report.lead or report.kind in _ABOUT_OTHERS
+        return report.lead if known else f"{report.lead.rstrip('.')}, at {site}."
     who = name_ranks(ranks or (report.rank,), _RANGES)
     who = f"{who[:1].upper()}{who[1:]}"
     if report.node is not None and len(ranks) < 2:
         who += f" on node {report.node} ({report.host})"
-    site = report.line.removesuffix(" in <module>")
     where = f" at {site}" if site else ""
     if report.kind == "SystemExit":
         if report.message.isdecimal():

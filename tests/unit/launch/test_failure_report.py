@@ -133,7 +133,7 @@ def test_the_same_failure_on_many_ranks_is_one(tmp_path: Path) -> None:
 
 def test_cause_and_fix(tmp_path: Path) -> None:
     said = words(
-        0, lead="Out of memory on rank 0 (host) at train.py:3.", details="large: x", fix="1. Halve it.\n2. Less."
+        0, lead="Out of memory on rank 0 (host) at train.py:0.", details="large: x", fix="1. Halve it.\n2. Less."
     )
     lines, _ = shown([ended(0, 1)], [said], logs=tmp_path)
     assert lines[0] == said.lead
