@@ -81,6 +81,41 @@ def banned_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.name
 
 
+def banned_variables(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Variables, arguments and attributes that are given such a name, or one in which somebody speaks."""
+    for node in ast.walk(tree):
+        name = getattr(node, "arg", None) if isinstance(node, ast.arg) else None
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+        if name is not None and set(re.findall(r"[a-z]+", name.lower())) & {*BANNED, "said", "meant", "speak"}:
+            yield node.lineno, name
+
+
+VARIABLES_TOO = (
+    "config",
+    "doctor",
+    "estimate",
+    "host",
+    "job_store",
+    "model_files",
+    "rundir",
+    "storage",
+    "topology",
+    "traces",
+)
+"""Packages in which variables are held to it too."""
+
+
+@pytest.mark.parametrize("package", VARIABLES_TOO)
+def test_variables_are_the_fields_own(package: str) -> None:
+    assert offences(banned_variables, [path for path in FILES if path.is_relative_to(SOURCE / package)]) == []
+
+
+def test_the_rule_for_variables_sees() -> None:
+    code = "def f(told, fine):\n    heard_of = told\n    self.said = 1\n    for meant in fine:\n        pass\n"
+    assert [name for _, name in banned_variables(ast.parse(code))] == ["told", "heard_of", "said", "meant"]
+
+
 def test_names_are_the_fields_own() -> None:
     assert offences(banned_names, FILES) == []
     assert [path.stem for path in FILES if set(path.stem.split("_")) & BANNED] == []

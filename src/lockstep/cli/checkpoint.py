@@ -30,7 +30,6 @@ class CheckpointRow:
     """One checkpoint."""
 
     path: str
-    """Where it is."""
     state: str
     """ "complete" or "damaged" (all files are there in their size, or not); after reading, "verified" or "damaged"."""
     updates: int | None
@@ -42,7 +41,6 @@ class CheckpointRow:
     time: str | None
     """When it was saved, in UTC."""
     problems: list[str]
-    """What is wrong with it."""
     additional: list[str]
     """After reading: files in its folder that are not part of it, and are never loaded."""
 

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     environ = env.snapshot()
     place = environments.find(environ)
     if place.launcher == "none":
-        findings = run_checks(_alone(arguments, environ), told=_CheckProgress().advance)
+        findings = run_checks(_alone(arguments, environ), on_result=_CheckProgress().advance)
         if arguments.json:
             print(json.dumps(to_json(findings), indent=2))
         else:

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         env.snapshot(),
         all_pairs=arguments.all_pairs,
         program=arguments.ssh,
-        said=lambda text: print(f"lockstep doctor mpi: {printable(text)}", file=sys.stderr, flush=True),
+        log=lambda text: print(f"lockstep doctor mpi: {printable(text)}", file=sys.stderr, flush=True),
     )
     if arguments.json:
         print(json.dumps(to_json(findings), indent=2))

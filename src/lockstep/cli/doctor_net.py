@@ -164,7 +164,7 @@ def in_rank(
     progress = _NetProgress()
     try:
         with _native_output_on_stderr():
-            report, _ = program.examine(options, said=progress.show, alarm=progress.alarm, own_findings=own_findings)
+            report, _ = program.examine(options, log=progress.show, alarm=progress.alarm, own_findings=own_findings)
     except LockstepError as error:
         finding = program.cannot_start(error, rank)
         print(printable("\n".join(table.lines([finding]))), file=sys.stderr, flush=True)

@@ -101,10 +101,10 @@ class Fact:
         return self.value if self.reason is None else {"value": self.value, "reason": self.reason}
 
     def __str__(self) -> str:
-        said = self.text if self.text is not None else "none" if self.value is None else str(self.value)
+        value = self.text if self.text is not None else "none" if self.value is None else str(self.value)
         if self.error is not None:
-            return f"ERROR: {self.error}" if self.value is None else f"{said}  ERROR: {self.error}"
-        return said if self.reason is None else f"{said} ({self.reason})"
+            return f"ERROR: {self.error}" if self.value is None else f"{value}  ERROR: {self.error}"
+        return value if self.reason is None else f"{value} ({self.reason})"
 
 
 Facts = dict[str, Fact]

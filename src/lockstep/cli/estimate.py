@@ -107,11 +107,11 @@ def _work_out(arguments: argparse.Namespace) -> ModelEstimate:
     with ExitStack() as stack:
         # Building a large model, even without data, takes a while.
         status = stack.enter_context(errors.status("loading torch")) if errors.is_terminal else None
-        tell: Callable[[str], object] = (lambda text: status.update(text)) if status else (lambda text: None)
+        progress: Callable[[str], object] = (lambda text: status.update(text)) if status else (lambda text: None)
         from lockstep.estimate import find_model
         from lockstep.estimate.estimate import estimate
 
-        tell(f"building {arguments.model}")
+        progress(f"building {arguments.model}")
         found = find_model.find(arguments.model, sequence=arguments.sequence_length)
         named = arguments.optimizer
         return estimate(
@@ -121,7 +121,7 @@ def _work_out(arguments: argparse.Namespace) -> ModelEstimate:
             optimizer=find_model.resolve(named) if ":" in named else named,
             batch=_batch(arguments),
             loss=find_model.resolve(arguments.loss) if arguments.loss else None,
-            tell=tell,
+            progress=progress,
         )
 
 

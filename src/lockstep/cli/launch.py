@@ -338,7 +338,7 @@ def _show(plan: Any) -> str:
         lines.append(f"  rendezvous   {plan.rdzv_backend}, endpoint {plan.endpoint}")
         lines.append(f"  this node    {plan.address}, node rank {rank}")
     lines += [f"  environment  {name}={value}" for name, value in plan.env.items()]
-    said = {name: found for name, found in plan.options.items() if found.value is not None}
+    chosen = {name: found for name, found in plan.options.items() if found.value is not None}
     width = max((len(name) for name in plan.options), default=0)
     lines.append("Options, and the source of each:")
     lines += [f"  {name:<{width}}  {found.value}  ({found.source})" for name, found in said.items()]

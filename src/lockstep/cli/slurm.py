@@ -21,11 +21,8 @@ class Batch:
     script: str
     """The training script, or a module's name."""
     args: tuple[str, ...] = ()
-    """The script's own arguments."""
     module: bool = False
-    """Whether the script is a module."""
     nodes: int = 1
-    """Machines."""
     gpus_per_node: int | None = None
     """GPUs to ask for on each; None asks for none, and takes what the partition gives."""
     processes_per_node: int | None = None

@@ -44,11 +44,8 @@ class RankStack:
     """One rank, and what it told."""
 
     rank: int
-    """Which rank."""
     pid: int
-    """Its process."""
     host: str = ""
-    """Its machine."""
     doing: str = ""
     """What its black box says it is in."""
     site: str = ""
@@ -79,15 +76,15 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         directory = find(arguments.run, asked=env.snapshot().get(constants.VARIABLE))
         boxes = watch.require(directory)
-    told = request_stacks(directory, boxes)
+    found = request_stacks(directory, boxes)
     if arguments.json:
-        print(json.dumps({"run": str(directory.path), "ranks": [asdict(one) for one in told]}, indent=1))
+        print(json.dumps({"run": str(directory.path), "ranks": [asdict(one) for one in found]}, indent=1))
     else:
-        print("\n\n".join(show(one) for one in told))
+        print("\n\n".join(show(one) for one in found))
         if not arguments.run or not _is_pid(arguments.run):
             note = watch.absent(boxes)
             print(f"\n{printable(note)}" if note else "", end="\n" if note else "")
-    return 0 if any(one.stack for one in told) else 1
+    return 0 if any(one.stack for one in found) else 1
 
 
 # ---------------------------------------------------------------- whom to ask
@@ -177,7 +174,7 @@ def request_stacks(directory: RunDirectory, boxes: Sequence[Snapshot]) -> list[R
     for box in boxes:
         problems[box.rank] = _send(directory, box, before)
     _wait({directory.stack(rank): size for rank, size in before.items()})
-    told = []
+    found = []
     for box in boxes:
         stack: tuple[StackFrame, ...] = ()
         problem = problems[box.rank]
@@ -187,7 +184,7 @@ def request_stacks(directory: RunDirectory, boxes: Sequence[Snapshot]) -> list[R
                 why = " (it is paused, by a debugger or a signal)" if box.paused else ""
                 problem = f"no stack: it was asked, and wrote none within {LIMIT:.0f} s{why}"
         doing, site, seconds = watch.where(box)
-        told.append(
+        found.append(
             RankStack(
                 rank=box.rank,
                 pid=box.pid,
@@ -199,7 +196,7 @@ def request_stacks(directory: RunDirectory, boxes: Sequence[Snapshot]) -> list[R
                 problem=problem,
             )
         )
-    return told
+    return found
 
 
 def _send(directory: RunDirectory, box: Snapshot, before: dict[int, int]) -> str:
@@ -259,14 +256,14 @@ def _read(path: Path, start: int) -> str:
 # ---------------------------------------------------------------- what they wrote
 
 
-def show(told: RankStack) -> str:
+def show(found: RankStack) -> str:
     """One rank as text."""
-    machine = f" on {told.host}" if told.host else ""
-    line = f"rank {told.rank}{machine} (pid {told.pid}): {told.doing}"
-    line += f" at {told.site}" if told.site else ""
-    line += f" for {span(told.seconds)}" if told.seconds is not None else ""
+    machine = f" on {found.host}" if found.host else ""
+    line = f"rank {found.rank}{machine} (pid {found.pid}): {found.doing}"
+    line += f" at {found.site}" if found.site else ""
+    line += f" for {span(found.seconds)}" if found.seconds is not None else ""
     lines = [line]
-    lines += format_stack(told.stack)
-    if told.problem:
-        lines.append(f"  {told.problem}")
+    lines += format_stack(found.stack)
+    if found.problem:
+        lines.append(f"  {found.problem}")
     return printable("\n".join(lines))

@@ -43,11 +43,8 @@ class RankRow:
     """One rank in the table."""
 
     rank: int
-    """Which rank."""
     host: str
-    """Its machine."""
     pid: int
-    """Its process there."""
     state: str
     """ "running", "blocked", "paused", "finished", "failed" or "dead"."""
     step: int
@@ -55,7 +52,6 @@ class RankRow:
     doing: str
     """What it is in: a collective, a phase, or how it ended."""
     site: str
-    """The user's line."""
     seconds: float | None
     """For how long, where that is known."""
     steps_per_second: float | None = None
@@ -266,8 +262,8 @@ def _show_once(directory: RunDirectory, as_json: bool) -> None:
     boxes = read_ranks(directory) or before
     found = rows(boxes, rates(before, boxes), memory(boxes))
     if as_json:
-        said = {"run": str(directory.path), "ranks": [asdict(row) for row in found], "note": absent(boxes)}
-        print(json.dumps(said, indent=1))
+        report = {"run": str(directory.path), "ranks": [asdict(row) for row in found], "note": absent(boxes)}
+        print(json.dumps(report, indent=1))
         return
     from rich.console import Console
 

@@ -54,7 +54,6 @@ class BundleInput:
     """One file of the zip, before it is made."""
 
     name: str
-    """Its name there."""
     what: str
     """What it is, in a few words."""
     make: Callable[[], str]
@@ -66,9 +65,7 @@ class BundledFile:
     """One file of the zip that was made."""
 
     name: str
-    """Its name."""
     what: str
-    """What it is."""
     size: int
     """Its bytes, unpacked."""
 
@@ -80,7 +77,6 @@ class LeftOut:
     name: str
     """Its place in the run directory."""
     why: str
-    """Why not."""
 
 
 def redactor_for(directory: RunDirectory | None, environ: Mapping[str, str], argv: Sequence[str] = ()) -> Redactor:
@@ -132,10 +128,10 @@ def write(
     output: Path,
     made: Sequence[BundleInput],
     about: Mapping[str, Any],
-    told: Callable[[BundleInput], None],
+    progress: Callable[[BundleInput], None],
     gone: Sequence[LeftOut] = (),
 ) -> list[BundledFile]:
-    """Make the parts and write the zip; ``told`` is called before each. Nobody else can read it."""
+    """Make the parts and write the zip; ``progress`` is called before each. Nobody else can read it."""
     draft = output.with_name(f".{output.name}.{os.getpid()}")
     written: list[BundledFile] = []
     try:
@@ -143,7 +139,7 @@ def write(
         with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             gone = list(gone)
             for part in made:
-                told(part)
+                progress(part)
                 data = _made(part).encode("utf-8", "backslashreplace")
                 if sum(item.size for item in written) + len(data) > _LARGEST:
                     gone.append(LeftOut(name=part.name, why=f"the bundle would have more than {_LARGEST >> 20} MiB"))
@@ -255,8 +251,8 @@ def _state(directory: RunDirectory) -> str:
         if not path.exists()
     ]
     ranks = [box.rank for box in _boxes(directory)]
-    told = {"name": directory.path.name, "running": running, "ranks with a black box": ranks, "not there": missing}
-    return json.dumps(told, indent=1) + "\n"
+    progress = {"name": directory.path.name, "running": running, "ranks with a black box": ranks, "not there": missing}
+    return json.dumps(progress, indent=1) + "\n"
 
 
 def _diagnosis(directory: RunDirectory, redactor: Redactor) -> Iterator[BundleInput]:
@@ -280,8 +276,10 @@ def _diagnose(directory: RunDirectory) -> str:
     found = _boxes(directory, history=boxes.HISTORY)
     if not found:
         return "No rank has a black box, so there is nothing to go by."
-    said = diagnose(found)
-    return explain(said, _script) if said is not None else "Nothing is out of step, as far as the black boxes show."
+    diagnosis = diagnose(found)
+    if diagnosis is None:
+        return "Nothing is out of step, as far as the black boxes show."
+    return explain(diagnosis, _script)
 
 
 def _script(path: str) -> Sequence[str]:

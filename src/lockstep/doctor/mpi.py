@@ -23,7 +23,7 @@ from lockstep.launch.mpi import Dialect, MpiHost
 MPIRUN = 60.0
 """Seconds for mpirun to start one process on each node."""
 _AT_ONCE = 16
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def examine(
@@ -32,7 +32,7 @@ def examine(
     *,
     all_pairs: bool = False,
     program: str | None = None,
-    said: Say = lambda text: None,
+    log: Log = lambda text: None,
 ) -> list[Finding]:
     """All findings, machine by machine, then mpirun itself. Raises where the host file cannot be read at all."""
     hosts = mpi.read_hostfile(hostfile)
@@ -42,20 +42,20 @@ def examine(
     client = program or (dialect.ssh(environ) if dialect is not None else "ssh")
     if dialect is not None:
         findings.append(_syntax(hostfile, hosts, dialect))
-    away = [host for host in hosts if not is_here(host.name)]
-    said(f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}, {len(away)} of them by {client}")
+    others = [host for host in hosts if not is_here(host.name)]
+    log(f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}, {len(others)} of them by {client}")
     mpirun = mpi.find_mpirun(environ)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = pool.map(lambda host: _host(client, host, mpirun, own_version), hosts)
         for host, found in zip(hosts, answers, strict=True):
             findings += found
-            said(f"{host.name}: {'failed' if exit_code(found) else 'ok'}")
-    reached = [host for host in away if not exit_code([f for f in findings if f.data.get("host") == host.name])]
+            log(f"{host.name}: {'failed' if exit_code(found) else 'ok'}")
+    reached = [host for host in others if not exit_code([f for f in findings if f.data.get("host") == host.name])]
     if all_pairs:
-        findings += _pairs(client, hosts, reached, said)
+        findings += _pairs(client, hosts, reached, log)
     if dialect is not None and mpirun is not None:
-        if len(reached) == len(away):
-            said("mpirun … hostname")
+        if len(reached) == len(others):
+            log("mpirun … hostname")
             findings.append(_try_out(mpirun, dialect, hostfile, hosts, environ))
         else:
             findings.append(_not_tried(mpirun, dialect, hostfile, hosts))
@@ -90,14 +90,14 @@ def _syntax(hostfile: str, hosts: Sequence[MpiHost], dialect: Dialect) -> Findin
     """Whether this mpirun reads the file as it is; `lockstep launch` reads both forms itself."""
     lines = Path(hostfile).read_text(encoding="utf-8").splitlines()
     foreign = [f"line {number}, {line.strip()!r}" for number, line in enumerate(lines, 1) if not dialect.reads(line)]
-    said = f"{hostfile} names {len(hosts)}: {_some([host.name for host in hosts])}"
+    summary = f"{hostfile} names {len(hosts)}: {_some([host.name for host in hosts])}"
     if not foreign:
-        return Finding(check="host file", status="ok", what=said, data={"hosts": [host.name for host in hosts]})
+        return Finding(check="host file", status="ok", what=summary, data={"hosts": [host.name for host in hosts]})
     lines_with_slots = [dialect.line(host) for host in hosts if host.slots is not None]
     return Finding(
         check="host file",
         status="warning",
-        what=f"{said}; {dialect.name} does not read {'; '.join(foreign[:3])}",
+        what=f"{summary}; {dialect.name} does not read {'; '.join(foreign[:3])}",
         why="`lockstep launch --mpirun_hostfile` reads it, but mpirun by itself takes it wrongly",
         fix=f"for {dialect.name} write: {'; '.join(lines_with_slots[:3])}",
         data={"hosts": [host.name for host in hosts], "foreign": foreign},
@@ -143,9 +143,9 @@ def _steps(program: str, to: ssh.SshTarget, mpirun: str | None, own_version: str
             data=data,
         )
         return
-    told = addresses[0] if len(addresses) == 1 else ", ".join(addresses)
+    resolved = addresses[0] if len(addresses) == 1 else ", ".join(addresses)
     yield Finding(
-        check=f"{host}: name", status="ok", what=f"{to.name} is {told}", data={**data, "addresses": addresses}
+        check=f"{host}: name", status="ok", what=f"{to.name} is {resolved}", data={**data, "addresses": addresses}
     )
     problem = knock(to.name, to.port, ssh.CONNECT)
     if problem:
@@ -228,7 +228,7 @@ def _pairs(program: str, hosts: Sequence[MpiHost], reached: Sequence[MpiHost], s
     # A loopback name means another node on each: there is no way there from elsewhere.
     known = [to.name for to in hosts if to.name != "localhost" and not interfaces.is_loopback(to.name)]
     tries = [(by.name, to) for by in reached for to in known if by.name != to]
-    said(f"{len(tries)} pairs")
+    log(f"{len(tries)} pairs")
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = list(pool.map(lambda pair: ssh.onward(program, *pair), tries))
     failed = [(by, to, answer) for (by, to), answer in zip(tries, answers, strict=True) if not answer.ok]

@@ -19,12 +19,12 @@ from lockstep.doctor.checks import CHECKS, DoctorCheck
 from lockstep.doctor.context import DoctorContext
 from lockstep.doctor.finding import Finding
 
-Told = Callable[[DoctorCheck, list[Finding]], None]
+OnResult = Callable[[DoctorCheck, list[Finding]], None]
 """Is called with each check as soon as it has an answer."""
 
 
 def run_checks(
-    context: DoctorContext, checks: Sequence[DoctorCheck] = CHECKS, told: Told | None = None
+    context: DoctorContext, checks: Sequence[DoctorCheck] = CHECKS, on_result: OnResult | None = None
 ) -> list[Finding]:
     """What each check finds, in the order of the list. Never takes longer than the longest limit, and a second."""
     # A fork begins at once and needs nothing imported again. This process has no threads yet, and has not met a driver.
@@ -43,13 +43,13 @@ def run_checks(
             assert isinstance(reader, Connection)
             check, process, _ = running.pop(reader)
             found[check.name] = _received(reader, check, process)
-            _send_result(told, check, found)
+            _send_result(on_result, check, found)
         for reader, (check, process, deadline) in list(running.items()):
             if time.monotonic() >= deadline:
                 del running[reader]
                 found[check.name] = [_given_up(check)]
                 _end(reader, process)
-                _send_result(told, check, found)
+                _send_result(on_result, check, found)
     return [finding for check in checks for finding in found[check.name]]
 
 
@@ -63,9 +63,9 @@ def run_check(check: DoctorCheck, context: DoctorContext) -> list[Finding]:
     return [answer] if isinstance(answer, Finding) else list(answer)
 
 
-def _send_result(told: Told | None, check: DoctorCheck, found: dict[str, list[Finding]]) -> None:
-    if told is not None:
-        told(check, found[check.name])
+def _send_result(on_result: OnResult | None, check: DoctorCheck, found: dict[str, list[Finding]]) -> None:
+    if on_result is not None:
+        on_result(check, found[check.name])
 
 
 def _answer(writer: Connection, check: DoctorCheck, context: DoctorContext) -> None:
@@ -80,8 +80,8 @@ def _received(reader: Connection, check: DoctorCheck, process: Any) -> list[Find
     except EOFError:
         process.join(1.0)
         code = process.exitcode
-        said = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        return [_broken(check, f"its process ended with {said}")]
+        ending = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return [_broken(check, f"its process ended with {ending}")]
     finally:
         _end(reader, process)
 

@@ -19,7 +19,6 @@ class Secrecy(IntEnum):
     """What a name says about its value."""
 
     NONE = 0
-    """Nothing."""
     RANDOM = 1
     """A secret if it looks drawn at random: `key`, `tokens`."""
     LIKELY = 2

@@ -31,9 +31,7 @@ class SshTarget:
     name: str
     """The name or address it connects to."""
     port: int = 22
-    """The port there."""
     user: str = ""
-    """As whom."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +41,6 @@ class Answer:
     code: int | None
     """Its exit code; None when it did not end in time."""
     out: str = ""
-    """What it printed."""
     err: str = ""
     """What it printed as errors."""
 
@@ -58,8 +55,8 @@ class Answer:
         if self.code is None:
             return "no answer in time"
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
-        told = [line for line in lines if not line.startswith(("Warning: Permanently added", "**"))]
-        return told[-1] if told else self._ending
+        errors = [line for line in lines if not line.startswith(("Warning: Permanently added", "**"))]
+        return errors[-1] if errors else self._ending
 
     @property
     def _ending(self) -> str:
@@ -122,25 +119,25 @@ def call(argv: Sequence[str], limit: float, env: dict[str, str] | None = None) -
     return Answer(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
-def _text(said: str | bytes | None) -> str:
-    return said.decode(errors="replace") if isinstance(said, bytes) else said or ""
+def _text(output: str | bytes | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
 def remedy(answer: Answer, to: SshTarget, *, by: str = "") -> str:
     """What to type when ssh does not get in; ``by`` is the machine to type it on, when it is not this one."""
-    said = answer.err.lower()
+    output = answer.err.lower()
     port = f" -p {to.port}" if to.port != 22 else ""
     there = f"{to.user}@{to.name}" if to.user else to.name
     start = f"on {by}: " if by else ""
-    if "host identification has changed" in said:
+    if "host identification has changed" in output:
         return f"{start}if {to.name} was set up anew: ssh-keygen -R {_known(to)}"
-    if "host key verification failed" in said:
+    if "host key verification failed" in output:
         return f"{start}ssh-keyscan -H{port} {to.name} >> ~/.ssh/known_hosts"
-    if "permission denied" in said:
+    if "permission denied" in output:
         return f"{start}ssh-copy-id{port} {there}  (first, where there is no key yet: ssh-keygen -t ed25519)"
-    if "refused" in said or "timed out" in said or answer.code is None:
+    if "refused" in output or "timed out" in output or answer.code is None:
         return f"{start}see that sshd runs on {to.name} at port {to.port}, and that no firewall is between"
-    if "resolve" in said:
+    if "resolve" in output:
         return f"{start}correct the name in the host file, or add it to /etc/hosts"
     return f"{start}ssh -v{port} {there} shows why"
 

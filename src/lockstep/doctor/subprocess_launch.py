@@ -32,8 +32,8 @@ def _passing_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
             os.kill(child.pid, number)
 
     # What is ignored stays so: by nohup, or of a shell's background job.
-    heard = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, pass_on) for number in heard}
+    handled = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, pass_on) for number in handled}
     try:
         yield
     finally:

@@ -26,7 +26,6 @@ class MemoryEstimate:
     """What training takes on one process, in bytes."""
 
     weights: int
-    """The parameters."""
     buffers: int
     """What else the model keeps, such as the statistics of batch norm."""
     gradients: int
@@ -34,7 +33,6 @@ class MemoryEstimate:
     optimizer: int
     """What the optimizer keeps from its first step on."""
     batch: int
-    """The batch itself."""
     activations: int
     """The most that autograd keeps for the backward at one time, without weights, buffers and batch."""
     peak: int

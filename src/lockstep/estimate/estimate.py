@@ -57,7 +57,6 @@ class Sizes:
     largest_layer: int
     """The largest piece that must fit on one device."""
     largest_layer_name: str
-    """Its name."""
     weights: int
     """All weights and buffers."""
     gradients: int | None
@@ -75,9 +74,7 @@ class Forecast:
     dtype: str
     """How numbers are held."""
     batch_size: int
-    """Samples in a batch."""
     batch: int
-    """The batch itself."""
     activations: int
     """What is kept for the backward at the most; where the model cannot be trained, what a forward needs."""
     peak: int
@@ -95,7 +92,6 @@ class ModelEstimate:
     parameters: int
     """Weights that are trained."""
     optimizer: str
-    """Its name."""
     sizes: tuple[Sizes, ...]
     """One for each type."""
     forecasts: tuple[Forecast, ...]
@@ -116,9 +112,9 @@ def estimate(
     optimizer: str | optimizers.Make = "adamw",
     batch: Callable[[int], Any] | None = None,
     loss: Loss | None = None,
-    tell: Callable[[str], object] = lambda _: None,
+    progress: Callable[[str], object] = lambda _: None,
 ) -> ModelEstimate:
-    """Work out sizes and forecasts; ``tell`` hears what is being worked on."""
+    """Work out sizes and forecasts; ``progress`` is called with what is being worked on."""
     make = optimizers.maker(optimizer)
     sizes = tuple(sizes_of(found, dtype, make) for dtype in dtypes)
     notes = list(found.notes)
@@ -128,7 +124,7 @@ def estimate(
         notes.append("Activations are not known: nothing says what the model takes. Give --shape or --batch.")
     elif found.model is not None and source is not None:
         try:
-            forecasts = tuple(_forecasts(found, dtypes, batch_sizes, source, make, loss, tell))
+            forecasts = tuple(_forecasts(found, dtypes, batch_sizes, source, make, loss, progress))
         except Exception as error:
             # The model is the user's code: whatever it raises is the answer.
             if batch is not None or loss is not None:
@@ -189,13 +185,13 @@ def _forecasts(
     source: Callable[[int], Any],
     make: optimizers.Make,
     loss: Loss | None,
-    tell: Callable[[str], object],
+    progress: Callable[[str], object],
 ) -> Iterator[Forecast]:
     assert found.model is not None
     for dtype in dtypes:
         precision = PRECISIONS[dtype]
         for size in batch_sizes:
-            tell(f"{dtype}, batch size {size}")
+            progress(f"{dtype}, batch size {size}")
             with no_data(), stand_ins(found.model, precision.weights):
                 batch = _cast(source(size), precision.weights)
                 if precision.trains:

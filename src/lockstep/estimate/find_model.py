@@ -42,7 +42,6 @@ class Weight:
     name: str
     """Its name in the model."""
     shape: tuple[int, ...]
-    """Its shape."""
     dtype: torch.dtype
     """Its type as it is built or stored."""
     trainable: bool

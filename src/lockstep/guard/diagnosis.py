@@ -11,11 +11,9 @@ class RankLocation:
     """Ranks that are at the same point."""
 
     ranks: tuple[int, ...]
-    """Which."""
     doing: str
     """What they do there: "wait in gather", "are in time.sleep", "have finished", "were killed"."""
     site: str = ""
-    """The user's line."""
     detail: str = ""
     """More: shapes and dtypes, the exception, how long."""
 
@@ -41,7 +39,6 @@ class Diagnosis:
     cause: str = ""
     """What it most likely comes from."""
     fix: str = ""
-    """What to do."""
     lead: str = ""
     """The rank that strayed, and where, if that is known: it stands first, as others only noticed."""
     recorded: bool = False

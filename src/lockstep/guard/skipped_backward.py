@@ -24,7 +24,6 @@ class Ahead:
     """A rank whose loader is further than the others'."""
 
     rank: int
-    """Which rank."""
     number: int
     """The first reduction at which it was."""
     batches: tuple[int, int]

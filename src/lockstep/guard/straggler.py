@@ -75,7 +75,6 @@ class Slow:
     """A rank that the others wait for in every step, or all ranks of a machine."""
 
     ranks: tuple[int, ...]
-    """Which."""
     host: str
     """Their machine."""
     device: str

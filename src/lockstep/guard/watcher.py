@@ -51,7 +51,6 @@ class RenderedDiagnosis:
     """A diagnosis and its text."""
 
     diagnosis: Diagnosis
-    """What was found."""
     text: str
     """The same as plain text."""
     brief: bool = False

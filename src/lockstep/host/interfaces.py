@@ -90,7 +90,6 @@ class InterfaceChoice:
     address: str | None
     """The address; None when there is none to be had."""
     interface: str | None
-    """Its interface."""
     reason: str
     """Why this one, in words."""
     problem: str = ""
@@ -99,9 +98,10 @@ class InterfaceChoice:
 
 def for_gloo(environ: Mapping[str, str], interfaces: Sequence[Interface], name: str | None = None) -> InterfaceChoice:
     """As gloo chooses: the interface it is told, else the first address of the host's name that is this machine's."""
-    told = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
-    if told:
-        return _as_asked("GLOO_SOCKET_IFNAME", told, [each for each in interfaces if each.name == told], interfaces)
+    setting = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
+    if setting:
+        matching = [each for each in interfaces if each.name == setting]
+        return _as_asked("GLOO_SOCKET_IFNAME", setting, matching, interfaces)
     name = socket.gethostname() if name is None else name
     for address in resolve(name):
         found = holder(address, interfaces)
@@ -116,11 +116,11 @@ def for_gloo(environ: Mapping[str, str], interfaces: Sequence[Interface], name: 
 
 def for_nccl(environ: Mapping[str, str], interfaces: Sequence[Interface]) -> InterfaceChoice:
     """As NCCL chooses: those that NCCL_SOCKET_IFNAME allows; else InfiniBand's, else any but docker's and loopback."""
-    told = environ.get("NCCL_SOCKET_IFNAME", "").strip()
+    setting = environ.get("NCCL_SOCKET_IFNAME", "").strip()
     usable = [each for each in interfaces if each.up and each.addresses]
-    if told:
+    if setting:
         return _as_asked(
-            "NCCL_SOCKET_IFNAME", told, [each for each in usable if nccl_allows(told, each.name)], interfaces
+            "NCCL_SOCKET_IFNAME", setting, [each for each in usable if nccl_allows(setting, each.name)], interfaces
         )
     for start, reason in (("ib", "NCCL takes interfaces of InfiniBand first"), ("", "NCCL takes the first one that")):
         for each in usable:
@@ -133,21 +133,21 @@ def for_nccl(environ: Mapping[str, str], interfaces: Sequence[Interface]) -> Int
     return InterfaceChoice(address=last.addresses[0], interface=last.name, reason="NCCL finds nothing better")
 
 
-def nccl_allows(told: str, name: str) -> bool:
+def nccl_allows(setting: str, name: str) -> bool:
     """NCCL's own words: beginnings of names with commas between, ``=`` in front for whole names, ``^`` to exclude."""
-    exclude = told.startswith("^")
-    told = told.removeprefix("^")
-    whole = told.startswith("=")
-    words = [word for word in told.removeprefix("=").split(",") if word]
+    exclude = setting.startswith("^")
+    setting = setting.removeprefix("^")
+    whole = setting.startswith("=")
+    words = [word for word in setting.removeprefix("=").split(",") if word]
     matches = any(name == word if whole else name.startswith(word) for word in words)
     return matches != exclude
 
 
 def _as_asked(
-    variable: str, told: str, matching: Sequence[Interface], interfaces: Sequence[Interface]
+    variable: str, setting: str, matching: Sequence[Interface], interfaces: Sequence[Interface]
 ) -> InterfaceChoice:
     usable = [each for each in matching if each.up and each.addresses]
-    reason = f"{variable}={told}"
+    reason = f"{variable}={setting}"
     if usable:
         return InterfaceChoice(address=usable[0].addresses[0], interface=usable[0].name, reason=reason)
     state = "no interface of this machine" if not matching else f"{matching[0].name}, which is down or has no address"

@@ -21,7 +21,6 @@ class Detected:
     kind: str
     """torch's name of them (``cuda``, ``xpu``, …); ``cpu`` where there is none."""
     count: int
-    """How many there are."""
 
     @property
     def distributed_type(self) -> str:

@@ -51,11 +51,8 @@ class Ended:
     """How one rank ended."""
 
     rank: int
-    """Which rank."""
     returned: bool = False
-    """Whether the function returned."""
     value: Any = None
-    """What it returned."""
     words: crash_report.CrashReport | None = None
     """What it said of its failure; None when it could not say anything."""
     exit_code: int | None = None

@@ -84,9 +84,7 @@ class RankFunction:
     """What every rank is to do."""
 
     function: Callable[..., Any]
-    """The user's function."""
     args: tuple[Any, ...]
-    """Its arguments."""
     threads: int
     """CPU threads for each rank."""
     kept: Any = None
@@ -145,9 +143,7 @@ class Display:
     method: str
     """Of the publisher."""
     args: tuple[Any, ...]
-    """Its arguments."""
     kwargs: Mapping[str, Any]
-    """And those by name."""
 
     def show(self) -> None:
         """Do it here, in the notebook's own process."""

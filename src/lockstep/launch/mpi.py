@@ -64,7 +64,6 @@ class MpiJob:
     """What mpirun is to start, whatever its dialect."""
 
     hosts: Sequence[str]
-    """The machines, the main one first."""
     per_machine: int
     """Processes on each of them."""
     env: Mapping[str, str]

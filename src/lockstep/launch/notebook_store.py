@@ -37,11 +37,8 @@ class Nodes:
     """The machines of a job, as each of them was told."""
 
     number: int
-    """How many."""
     rank: int
-    """Which one this is."""
     processes: int
-    """Ranks on each."""
     address: str
     """Of machine 0."""
     port: int
@@ -51,7 +48,6 @@ class Nodes:
     hosted: bool = False
     """Whether the store is there already, by a rendezvous of torch's."""
     run_id: str = "none"
-    """The name of the job."""
     patience: float = 900.0
     """Seconds to wait for the others."""
 
@@ -61,13 +57,9 @@ class RemoteFailure:
     """The first failure, when it was on another machine."""
 
     node: int
-    """Which machine."""
     rank: int
-    """Which rank."""
     line: str
-    """What happened, in one line."""
     text: str
-    """Its traceback."""
 
 
 class _Wait:

@@ -26,7 +26,6 @@ class LaunchTarget:
     script: str
     """A file, a module's name, or a program."""
     args: tuple[str, ...] = ()
-    """Its own arguments."""
     kind: str = "script"
     """"script", "module" (``-m``) or "program" (``--no_python``)."""
 
@@ -69,7 +68,6 @@ class LaunchPlan:
     per_machine: int = 1
     """Ranks on this node."""
     machines: int = 1
-    """Machines."""
     machine_rank: int | None = None
     """The rank of this node; None when the rendezvous assigns it."""
     endpoint: str = ""

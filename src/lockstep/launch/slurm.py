@@ -41,9 +41,7 @@ class Allocation:
     """The nodes that a job, or the step that an agent belongs to, may use."""
 
     job_id: str
-    """The job's number."""
     hosts: tuple[str, ...]
-    """Its nodes, by name."""
     agent: bool = False
     """Whether this process is one of several that srun started, one per node."""
     node_rank: int | None = None

@@ -23,11 +23,8 @@ class SentTensor:
     """A tensor that comes from rank 0 when it is read, which all ranks do at once."""
 
     group: Group = field(repr=False)
-    """Who it is sent to."""
     shape: tuple[int, ...]
-    """Its size in each dimension."""
     dtype: torch.dtype
-    """Its element type."""
     source: Any = None
     """Where rank 0 has it from."""
 
@@ -62,8 +59,8 @@ def from_rank_0(group: Group, opened: Callable[[], AbstractContextManager[Weight
         except Exception as error:
             broadcast_object_list(group, [str(error)])
             raise
-        told = {name: _described(entry) for name, entry in weights.entries.items()}
-        broadcast_object_list(group, [(told, weights.surplus)])
+        described = {name: _described(entry) for name, entry in weights.entries.items()}
+        broadcast_object_list(group, [(described, weights.surplus)])
         sent = {
             name: SentTensor(group, entry.shape, entry.dtype, entry) if is_stored(entry) else entry
             for name, entry in weights.entries.items()
@@ -75,10 +72,10 @@ def _described(entry: Any) -> Any:
     return SentTensor(None, entry.shape, entry.dtype) if is_stored(entry) else entry  # type: ignore[arg-type]
 
 
-def _received(group: Group, told: Any) -> Weights:
-    if isinstance(told, str):
-        raise CheckpointError(f"Rank 0, which reads for all, could not: {told}")
-    entries, surplus = told
+def _received(group: Group, received: Any) -> Weights:
+    if isinstance(received, str):
+        raise CheckpointError(f"Rank 0, which reads for all, could not: {received}")
+    entries, surplus = received
     for name, entry in entries.items():
         if is_stored(entry):
             entries[name] = SentTensor(group, entry.shape, entry.dtype)
@@ -93,10 +90,10 @@ def all_or_none(group: Group, step: Callable[[], Any]) -> Any:
         result = step()
     except Exception as caught:
         error = caught
-    told = all_objects(group, None if error is None else str(error), "checking a checkpoint")
+    received = all_objects(group, None if error is None else str(error), "checking a checkpoint")
     if error is not None:
         raise error
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(received):
         if text is not None:
             raise CheckpointError(f"Rank {rank} cannot load the checkpoint, so none does: {text}")
     return result

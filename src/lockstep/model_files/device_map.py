@@ -114,5 +114,5 @@ def _check_ties(model: nn.Module, places: Mapping[str, Any]) -> None:
         if len({places[covering(name, places)] for name in names}) > 1:
             told = ", ".join(f"{name} on {places[covering(name, places)]}" for name in names)
             raise ConfigError(
-                f"device_map puts one tensor that the model uses under several names on several places: {told}."
+                f"device_map puts one tensor that the model uses under several names on several places: {listed}."
             )

@@ -124,11 +124,9 @@ class SafeTensor(InFile):
     """One tensor of a file."""
 
     file: SafeFile = field(repr=False)
-    """The file that it is in."""
     start: int
     """Where its first byte is, from the start of the file."""
     nbytes: int
-    """How many there are."""
 
     def read(self) -> Tensor:
         """A view of the mapped file; changing it changes memory only."""

@@ -40,7 +40,6 @@ class WeightPlacement:
     device: torch.device
     """The device; ``meta`` for one that is handed to ``offload`` instead of being kept."""
     dtype: torch.dtype
-    """The element type."""
 
 
 Placement = Callable[[str, Tensor], WeightPlacement]
@@ -77,7 +76,6 @@ class Assignment:
         surplus: Iterable[str] = (),
     ) -> None:
         self.model = model
-        """What it is going to be loaded into."""
         self._entries, self._place, self._offload = entries, place, offload
         self._targets: dict[str, Any] = model.state_dict(keep_vars=True)
         self._keys = {name: view_key(value) for name, value in self._targets.items() if isinstance(value, Tensor)}
@@ -126,9 +124,9 @@ class Assignment:
         if strict:
             problems += torn
         if problems:
-            told = "\n  ".join(problems[:10])
+            listed = "\n  ".join(problems[:10])
             raise CheckpointError(
-                f"{where} does not fit {type(self.model).__name__}, which was left as it is:\n  {told}"
+                f"{where} does not fit {type(self.model).__name__}, which was left as it is:\n  {listed}"
             )
         for text in torn:
             get_logger(__name__).warning(f"{where}: {text}; the last one is used")

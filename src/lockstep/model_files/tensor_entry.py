@@ -37,11 +37,8 @@ class InFile:
     """What is known of a tensor in a file before it is read."""
 
     name: str
-    """Its name."""
     shape: tuple[int, ...]
-    """Its size in each dimension."""
     dtype: torch.dtype
-    """Its element type."""
 
 
 class InMemory:

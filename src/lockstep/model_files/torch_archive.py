@@ -34,7 +34,6 @@ class ArchiveRecord(NamedTuple):
     header: int
     """Where its header begins, in bytes from the start of the file."""
     size: int
-    """Its bytes."""
     checksum: int
 
 

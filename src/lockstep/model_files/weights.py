@@ -85,9 +85,7 @@ class Weights:
     """Opened model files, of which the headers have been checked."""
 
     files: tuple[SafeFile | TorchFile, ...]
-    """Each file once."""
     entries: dict[str, Any]
-    """All tensors, by name, as they are stored."""
     surplus: tuple[str, ...] = ()
     """Names that a file holds and the index does not know."""
 

@@ -36,9 +36,7 @@ class ManifestEntry:
     """One file."""
 
     size: int
-    """Its bytes."""
     chunks: tuple[str, ...]
-    """The hash of each chunk."""
 
     def to_json(self) -> dict[str, Any]:
         """What ``parse_entry`` reads."""
@@ -50,13 +48,10 @@ class Manifest:
     """What is in a checkpoint."""
 
     files: Mapping[str, ManifestEntry]
-    """Each file, by its path in the folder."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """What people want to know of it: step, number of processes, time, versions."""
     version: int = VERSION
-    """Of the format."""
     algorithm: str = hashing.ALGORITHM
-    """How the files are hashed."""
     chunk: int = hashing.CHUNK
     """Bytes in a chunk."""
 
@@ -109,8 +104,8 @@ def parse(data: bytes, where: str = NAME) -> Manifest:
         raise CheckpointError(
             f"{where} has version {version} of the format; this release reads up to {VERSION}. Update lockstep."
         )
-    said = body.pop("checksum", None)
-    if said != _checksum(body):
+    stored = body.pop("checksum", None)
+    if stored != _checksum(body):
         raise CheckpointError(f"{where} is damaged: its content does not match its checksum.")
     return _built(body, where)
 

@@ -49,9 +49,7 @@ class Diff:
     """The same of the second side."""
     notes: list[str] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
-    """The batches that were compared."""
     tensors: int = 0
-    """How many tensors were compared."""
 
     @property
     def parted(self) -> bool:
@@ -158,7 +156,7 @@ def compare(
     swapped = _first_swap(left, right)
     if swapped is not None:
         note = f"The modules run in another order from {_module(swapped)} on (batch {batch}, {swapped.phase})."
-        if not any(said.startswith("The modules run in another order") for said in into.notes):
+        if not any(earlier.startswith("The modules run in another order") for earlier in into.notes):
             into.notes.append(note)
 
 

@@ -73,8 +73,8 @@ class Run:
     @property
     def world_size(self) -> int:
         """How many ranks the run had: as its traces say, else as many as there are."""
-        said = [trace.header.get("world_size") for trace in self.traces.values()]
-        return max((size for size in said if isinstance(size, int)), default=len(self.traces))
+        sizes = [trace.header.get("world_size") for trace in self.traces.values()]
+        return max((size for size in sizes if isinstance(size, int)), default=len(self.traces))
 
     @property
     def notes(self) -> list[str]:

@@ -56,7 +56,7 @@ def test_one_that_hangs_breaks_or_dies_is_told_and_the_rest_answers(patients: No
     told: list[str] = []
     started = time.monotonic()
     asked = [check("hangs", 1.0), *map(check, ("well", "two", "breaks", "dies", "leaves"))]
-    found = run_checks(DoctorContext(processes=3), asked, told=lambda each, _: told.append(each.name))
+    found = run_checks(DoctorContext(processes=3), asked, on_result=lambda each, _: told.append(each.name))
     assert time.monotonic() - started < 15  # the hanging one sleeps for 60
     assert [(finding.check, finding.status) for finding in found] == [
         ("hangs", "error"),

@@ -45,7 +45,7 @@ def test_the_exit_code_and_json(
     alone: None, status: str, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finding = Finding(check="x", status=status, what="y", data={"z": 1})  # type: ignore[arg-type]
-    monkeypatch.setattr(doctor_machine, "run_checks", lambda context, told: [finding])
+    monkeypatch.setattr(doctor_machine, "run_checks", lambda context, on_result: [finding])
     assert main(["doctor", "--json"]) == code
     assert json.loads(capsys.readouterr().out) == {"ok": code == 0, "findings": [finding.plain()]}
     assert main(["doctor"]) == code
@@ -54,7 +54,7 @@ def test_the_exit_code_and_json(
 
 def test_flags_make_the_situation(alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     seen = []
-    monkeypatch.setattr(doctor_machine, "run_checks", lambda context, told: seen.append(context) or [])
+    monkeypatch.setattr(doctor_machine, "run_checks", lambda context, on_result: seen.append(context) or [])
     flags = ["--num_machines", "2", "--num-processes", "8", "--main_process_ip", "node0", "--main_process_port", "77"]
     assert main(["doctor", *flags]) == 0
     (context,) = seen

@@ -100,7 +100,7 @@ def test_a_batch_that_does_not_fit() -> None:
 
 def test_progress_is_told() -> None:
     told: list[str] = []
-    work_out("fp32", tell=told.append)
+    work_out("fp32", progress=told.append)
     assert told == ["fp32, batch size 4", "fp32, batch size 8"]
 
 

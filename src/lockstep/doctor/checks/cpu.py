@@ -22,13 +22,13 @@ def cores(context: DoctorContext) -> Finding:
         reasons.append(f"this process is tied to {tied}")
     if share is not None and share < tied:
         reasons.append(f"the control group allows the time of {share:g}")
-    said = f"{usable} usable ({', '.join(reasons)})"
+    summary = f"{usable} usable ({', '.join(reasons)})"
     if usable >= context.processes:
-        return Finding(check="cores", status="ok", what=said, data=data)
+        return Finding(check="cores", status="ok", what=summary, data=data)
     return Finding(
         check="cores",
         status="warning",
-        what=f"{said} for {context.processes} processes",
+        what=f"{summary} for {context.processes} processes",
         why="ranks that share a core take turns, and all wait for the last one",
         fix="ask for more (--cpus-per-task in SLURM, --cpus in docker), lift the tie (mpirun --bind-to none), or start "
         "fewer processes",
@@ -64,13 +64,13 @@ def threads(context: DoctorContext) -> Finding:
         each = usable
     together = each * context.processes
     ranks = f"{context.processes} process{'es' if context.processes > 1 else ''}"
-    said = f"{ranks} of {each} thread{'s' if each > 1 else ''} on {usable} cores"
+    summary = f"{ranks} of {each} thread{'s' if each > 1 else ''} on {usable} cores"
     if together <= max(usable, context.processes):
-        return Finding(check="threads", status="ok", what=said, data=data)
+        return Finding(check="threads", status="ok", what=summary, data=data)
     return Finding(
         check="threads",
         status="warning",
-        what=said,
+        what=summary,
         why="more threads than cores get in each other's way; several times as slow is common",
         fix=f"export OMP_NUM_THREADS={max(1, usable // context.processes)}",
         data=data,

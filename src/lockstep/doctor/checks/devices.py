@@ -149,11 +149,11 @@ def health(context: DoctorContext) -> Finding:
             fix="dmesg | grep -i xid shows why; reset the GPU (nvidia-smi --gpu-reset) or the machine",
         )
     if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip().splitlines()
+        output = (done.stdout + done.stderr).strip().splitlines()
         return Finding(
             check="GPU health",
             status="error",
-            what=f"nvidia-smi fails: {said[0] if said else f'exit code {done.returncode}'}",
+            what=f"nvidia-smi fails: {output[0] if output else f'exit code {done.returncode}'}",
             why="the driver does not work",
             fix="reinstall the driver, or restart the machine after an upgrade of it",
         )

@@ -21,7 +21,7 @@ def room(context: DoctorContext) -> Finding:
     there = _nearest(folder)
     usage, inodes = shutil.disk_usage(there), os.statvfs(there)
     data = {"folder": str(folder), "free": usage.free, "total": usage.total, "inodes": inodes.f_favail}
-    said = f"{gib(usage.free)} free of {gib(usage.total)} in {folder}"
+    summary = f"{gib(usage.free)} free of {gib(usage.total)} in {folder}"
     refused = _refusal(there)
     if refused:
         return Finding(
@@ -36,17 +36,17 @@ def room(context: DoctorContext) -> Finding:
         return Finding(
             check="disk",
             status="error",
-            what=f"{said}, but only {inodes.f_favail} more files (inodes)",
+            what=f"{summary}, but only {inodes.f_favail} more files (inodes)",
             why="'No space left on device' comes when files run out, too",
             fix=f"delete files: du --inodes -d 1 {folder} shows where they are",
             data=data,
         )
     if usage.free >= _LITTLE:
-        return Finding(check="disk", status="ok", what=said, data=data)
+        return Finding(check="disk", status="ok", what=summary, data=data)
     return Finding(
         check="disk",
         status="error" if usage.free < _NOTHING else "warning",
-        what=said,
+        what=summary,
         why="a checkpoint with its optimizer takes 12 to 16 bytes for each weight: 100 GB for 7 billion",
         fix="free some, or name another folder with --folder, and in the script as project_dir",
         data=data,

@@ -26,13 +26,13 @@ def shared(context: DoctorContext) -> Finding:
         )
     usage = shutil.disk_usage(SHARED)
     data = {"total": usage.total, "free": usage.free}
-    said = f"{gib(usage.free)} free of {gib(usage.total)} in {SHARED}"
+    summary = f"{gib(usage.free)} free of {gib(usage.total)} in {SHARED}"
     if usage.free >= _ENOUGH:
-        return Finding(check="shared memory", status="ok", what=said, data=data)
+        return Finding(check="shared memory", status="ok", what=summary, data=data)
     return Finding(
         check="shared memory",
         status="warning",
-        what=said,
+        what=summary,
         why="loader workers hand their batches over through it, and NCCL keeps buffers there: where it is full they "
         "end with a bus error",
         fix="docker run --shm-size=8g, in Kubernetes an emptyDir of medium Memory there, or DataLoader(num_workers=0)",
@@ -47,15 +47,15 @@ def allowed(context: DoctorContext) -> Finding:
     limit, memory = cgroups.memory(), psutil.virtual_memory()
     data = {"limit": limit, "total": memory.total, "available": memory.available}
     limited = limit is not None and limit < memory.total
-    said = f"{gib(memory.available)} available of {gib(memory.total)}"
-    said += f"; the control group allows {gib(limit)}" if limited and limit else "; no control group limits it"
+    summary = f"{gib(memory.available)} available of {gib(memory.total)}"
+    summary += f"; the control group allows {gib(limit)}" if limited and limit else "; no control group limits it"
     usable = min(limit or memory.total, memory.available)
     if usable >= _EACH * context.processes:
-        return Finding(check="memory", status="ok", what=said, data=data)
+        return Finding(check="memory", status="ok", what=summary, data=data)
     return Finding(
         check="memory",
         status="warning",
-        what=f"{said}, for {context.processes} process{'es' if context.processes > 1 else ''}",
+        what=f"{summary}, for {context.processes} process{'es' if context.processes > 1 else ''}",
         why="torch alone takes about half a GiB in each; what goes above the limit is killed by the kernel (signal 9), "
         "without a message of its own",
         fix="ask for more (--mem in SLURM, --memory in docker, resources.limits in Kubernetes), or end what uses it",

@@ -17,11 +17,11 @@ def own(context: DoctorContext) -> Finding:
     data = {"name": name, "addresses": found}
     out = interfaces.likely(present)
     several = context.machines > 1
-    told = context.environ.get("GLOO_SOCKET_IFNAME")
+    interface = context.environ.get("GLOO_SOCKET_IFNAME")
     if not found:
         return Finding(
             check="host name",
-            status="error" if several and not told else "warning",
+            status="error" if several and not interface else "warning",
             what=f"{name} resolves to no address",
             why="gloo falls back to the loopback then, where no other node can reach it",
             fix=_line(out, name),
@@ -32,7 +32,7 @@ def own(context: DoctorContext) -> Finding:
     if holder is None:
         return Finding(
             check="host name",
-            status="error" if several and not told else "warning",
+            status="error" if several and not interface else "warning",
             what=f"{name} resolves to {first}, which is no address of this machine",
             why="other nodes that look for this one by its name find another, or nobody",
             fix=_line(out, name),
@@ -41,8 +41,8 @@ def own(context: DoctorContext) -> Finding:
     if not holder.is_loopback:
         what = f"{name} resolves to {first} ({holder.name})"
         return Finding(check="host name", status="ok", what=what, data=data)
-    if told:
-        what = f"{name} resolves to {first}, the machine itself; GLOO_SOCKET_IFNAME={told} is used instead"
+    if interface:
+        what = f"{name} resolves to {first}, the machine itself; GLOO_SOCKET_IFNAME={interface} is used instead"
         return Finding(check="host name", status="ok", what=what, data=data)
     if out is None:
         what = f"{name} resolves to {first}, the machine itself; there is no interface that leads out"

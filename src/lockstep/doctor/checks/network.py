@@ -61,7 +61,7 @@ def _one(
             fix=fix,
             data=data,
         )
-    said = f"{choice.interface or 'none'} ({choice.address}): {choice.reason}"
+    summary = f"{choice.interface or 'none'} ({choice.address}): {choice.reason}"
     if right is None or choice.interface == right.name or context.machines == 1:
         other = right is not None and right.leads_out and choice.interface != right.name
         rest = f"; {right.name} leads to other nodes" if other and right is not None else ""
@@ -72,7 +72,7 @@ def _one(
     return Finding(
         check=check,
         status="error" if unusable else "warning",
-        what=f"{said}; {right.name} is likely the right one, as {why}",
+        what=f"{summary}; {right.name} is likely the right one, as {why}",
         why="ranks tell each other an address at which they cannot be reached, or take a slow way",
         fix=fix,
         data=data,
@@ -87,9 +87,9 @@ def ipv6(context: DoctorContext) -> Finding:
     data = {"ipv6": six, "ipv4": four}
     has_six, has_four = any(six.values()), any(four.values())
     if has_six and not has_four:
-        told = context.environ.get("NCCL_SOCKET_FAMILY")
+        family = context.environ.get("NCCL_SOCKET_FAMILY")
         what = "this machine has IPv6 addresses only"
-        if told == "AF_INET":
+        if family == "AF_INET":
             return Finding(
                 check="IPv6",
                 status="error",

@@ -68,17 +68,17 @@ def _processes() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     data = {"soft": _number(soft), "hard": _number(hard)}
     if soft == resource.RLIM_INFINITY or os.geteuid() == 0:
-        told = "not limited" if soft == resource.RLIM_INFINITY else f"{soft}, which does not bind root"
-        return Finding(check="processes", status="ok", what=f"{told} (ulimit -u)", data=data)
+        limit = "not limited" if soft == resource.RLIM_INFINITY else f"{soft}, which does not bind root"
+        return Finding(check="processes", status="ok", what=f"{limit} (ulimit -u)", data=data)
     running = _threads_of_user()
     data["running"] = running
-    said = f"{running} of {soft} threads and processes of this user are running (ulimit -u)"
+    summary = f"{running} of {soft} threads and processes of this user are running (ulimit -u)"
     if soft - running >= _SPARE:
-        return Finding(check="processes", status="ok", what=said, data=data)
+        return Finding(check="processes", status="ok", what=summary, data=data)
     return Finding(
         check="processes",
         status="warning",
-        what=said,
+        what=summary,
         why="every rank has a dozen threads, every loader worker is a process: 'Resource temporarily unavailable'",
         fix="raise it for your user: nproc in /etc/security/limits.conf",
         data=data,

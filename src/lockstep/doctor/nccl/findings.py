@@ -300,13 +300,13 @@ def _status(problem: Problem, summary: LogSummary) -> Status:
 def _where(found: list[Problem]) -> str:
     ranks = {problem.rank for problem in found if problem.rank is not None}
     first = found[0]
-    said = name_ranks(ranks, _FEW) if ranks else "a rank that is not named"
+    text = name_ranks(ranks, _FEW) if ranks else "a rank that is not named"
     if len(ranks) > 1 and first.rank is not None:
-        said += f" (rank {first.rank} here)"
+        text += f" (rank {first.rank} here)"
     machine = f" on {first.host}" if first.host else ""
     count = sum(problem.count for problem in found)
     times = f", {count} times" if count > len(found) else ""
-    return f"{said}{machine}, {first.log}:{first.line}{times}"
+    return f"{text}{machine}, {first.log}:{first.line}{times}"
 
 
 # ---------------------------------------------------------------- words

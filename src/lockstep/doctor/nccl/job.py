@@ -23,9 +23,7 @@ class Ran:
     """A job that has ended."""
 
     code: int
-    """Its exit code."""
     directory: Path
-    """Its run directory."""
     reading: Reading
     """What NCCL, and the ranks, wrote."""
 

@@ -36,7 +36,6 @@ class LogPattern:
     source: str
     """The public page or thread that it comes from."""
     examples: tuple[str, ...]
-    """Lines as they are printed."""
     role: str = ""
     """Of an error: "cause", or "follows" when the cause is on another rank or in an earlier line."""
     info: bool = False
@@ -48,7 +47,6 @@ class Knowledge:
     """All entries, in their order: the first that matches counts."""
 
     entries: tuple[LogPattern, ...]
-    """The entries."""
 
     def find(self, line: str) -> LogPattern | None:
         """The entry for a warning of NCCL's, or for a line of torch's."""

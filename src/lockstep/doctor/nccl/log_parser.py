@@ -24,7 +24,7 @@ _MOST_FACTS = 50_000
 _LARGEST_RANK = 1 << 24
 
 _INFO = b" NCCL INFO "
-_TOLD = tuple(
+_KNOWN_LINES = tuple(
     b"NCCL cudaDriverVersion Bootstrap NET/ Using Channel Ring Trees comm ncclComm 0 1 2 3 4 5 6 7 8 9".split()
 )
 """How the lines begin that say what NCCL chose."""
@@ -81,7 +81,7 @@ class LogParser:
         """One more line."""
         for part in raw.split(b"\r") if b"\r" in raw else (raw,):
             _, _, text = part.partition(_INFO)
-            if text and not text.startswith(_TOLD) and not _NOTED.search(text):
+            if text and not text.startswith(_KNOWN_LINES) and not _NOTED.search(text):
                 self._summary.lines += 1  # most lines of a long log: each collective, when all is logged
             else:
                 self._take(log, number, message.parse(part))
@@ -105,112 +105,112 @@ class LogParser:
 
     # ---------------------------------------------------------------- lines
 
-    def _take(self, log: str, number: int, said: Message) -> None:
-        last_error, self._last_error = self._last_error, said.whole.rstrip().endswith("Last error:")
-        who = (said.host, said.pid, said.device)
-        if said.level:
+    def _take(self, log: str, number: int, line: Message) -> None:
+        last_error, self._last_error = self._last_error, line.whole.rstrip().endswith("Last error:")
+        who = (line.host, line.pid, line.device)
+        if line.level:
             self._summary.lines += 1
             if who not in self._ranks and len(self._ranks) < _MOST_PROCESSES:
                 self._ranks[who] = (0, -1)
-        if said.level == "INFO":
-            self._inform(said, who)
-            entry = self._knowledge.find_info(said.whole)
-        elif said.level == "TRACE":
+        if line.level == "INFO":
+            self._inform(line, who)
+            entry = self._knowledge.find_info(line.whole)
+        elif line.level == "TRACE":
             return
         else:
-            if found := _VERSION.search(said.text):
+            if found := _VERSION.search(line.text):
                 self._fact("version", found["version"], who)
-                if not said.level:
+                if not line.level:
                     self._summary.lines += 1
-            entry = self._knowledge.find(said.whole)
-            if not said.level:
-                self._watch(log, said)
+            entry = self._knowledge.find(line.whole)
+            if not line.level:
+                self._watch(log, line)
         if entry is not None:
-            self._keep(entry, log, number, said, who)
-        elif said.level in ("WARN", "ABORT", "ERROR") or (last_error and said.whole):
-            self._keep(None, log, number, said, who)
+            self._keep(entry, log, number, line, who)
+        elif line.level in ("WARN", "ABORT", "ERROR") or (last_error and line.whole):
+            self._keep(None, log, number, line, who)
 
-    def _watch(self, log: str, said: Message) -> None:
+    def _watch(self, log: str, line: Message) -> None:
         """What torch's watchdog says of how far this rank has come."""
-        rank = _rank_in(log, said)
+        rank = _rank_in(log, line)
         if rank is not None:
             if len(self._summary.seen) < _MOST_PROCESSES:
                 self._summary.seen.add(rank)
-            self._waiting.read(said.whole, rank)
+            self._waiting.read(line.whole, rank)
 
-    def _inform(self, said: Message, who: Who) -> None:
-        first = said.text.split(" ", 1)[0]
+    def _inform(self, line: Message, who: Who) -> None:
+        first = line.text.split(" ", 1)[0]
         handler = self._HANDLERS.get(first)
         if handler is not None:
-            handler(self, said, who)
+            handler(self, line, who)
         elif first.startswith("NCCL_"):
-            if found := _SETTING.match(said.text):
+            if found := _SETTING.match(line.text):
                 self._fact(found["name"], found["value"], who)
         elif first.startswith("ncclComm"):
-            self._join(said, who)
+            self._join(line, who)
         elif first.isdecimal():
-            if found := _CHANNELS.match(said.text):
-                group = self._current(said, who)
+            if found := _CHANNELS.match(line.text):
+                group = self._current(line, who)
                 group.channels = (int(found["coll"]), int(found["p2p"]))
-        elif _TRACE.match(said.text):
+        elif _TRACE.match(line.text):
             self._summary.failed = True
 
-    def _version(self, said: Message, who: Who) -> None:
-        if found := _VERSION.search(said.text):
+    def _version(self, line: Message, who: Who) -> None:
+        if found := _VERSION.search(line.text):
             self._fact("version", found["version"], who)
 
-    def _driver(self, said: Message, who: Who) -> None:
-        number = said.text.rpartition(" ")[2]
+    def _driver(self, line: Message, who: Who) -> None:
+        number = line.text.rpartition(" ")[2]
         if number.isdecimal() and len(number) < 8 and len(self._summary.drivers) < 100:
             self._summary.drivers.add(f"{int(number) // 1000}.{int(number) % 1000 // 10}")
 
-    def _read_bootstrap(self, said: Message, who: Who) -> None:
+    def _read_bootstrap(self, line: Message, who: Who) -> None:
         """Where it meets the others: `Bootstrap : Using`, `NET/Socket : Using`, `NET/IB : Using`."""
-        before, _, names = said.text.partition("Using ")
+        before, _, names = line.text.partition("Using ")
         if not names:
             return
         if "NET/IB" in before:
             cards, _, names = names.partition("OOB ")
-            known = self._summary.cards.setdefault(said.host, set())
+            known = self._summary.cards.setdefault(line.host, set())
             known.update(found["name"] for found in _CARD.finditer(cards) if len(known) < 100)
         if len(self._summary.interfaces) < _MOST_PROCESSES:
-            known = self._summary.interfaces.setdefault(said.host, set())
+            known = self._summary.interfaces.setdefault(line.host, set())
             for found in _INTERFACE.finditer(names):
                 if len(known) < 100:
                     known.add(f"{found['name']} {found['address']}")
 
-    def _network(self, said: Message, who: Who) -> None:
-        if said.text.startswith("Using network ") and len(self._summary.networks) < 100:
-            self._summary.networks.add(said.text.removeprefix("Using network ").strip())
+    def _network(self, line: Message, who: Who) -> None:
+        if line.text.startswith("Using network ") and len(self._summary.networks) < 100:
+            self._summary.networks.add(line.text.removeprefix("Using network ").strip())
 
-    def _connect(self, said: Message, who: Who) -> None:
-        if found := _VIA.match(said.text):
+    def _connect(self, line: Message, who: Who) -> None:
+        if found := _VIA.match(line.text):
             pair = (int(found["source"][:9]), int(found["target"][:9]))
-            self._pair(self._current(said, who), pair, found["via"])
-        elif found := _RING.match(said.text):
-            group = self._current(said, who)
+            self._pair(self._current(line, who), pair, found["via"])
+        elif found := _RING.match(line.text):
+            group = self._current(line, who)
             order = tuple(int(rank[:9]) for rank in found["order"].split())
             channel = int(found["channel"][:9])
             if len(group.rings) < 128 or channel in group.rings:
                 group.rings[channel] = order
                 group.ranks = max(group.ranks, len(order))
 
-    def _tree(self, said: Message, who: Who) -> None:
-        group = self._current(said, who)
-        for found in _TREE.finditer(said.text):
+    def _tree(self, line: Message, who: Who) -> None:
+        group = self._current(line, who)
+        for found in _TREE.finditer(line.text):
             group.trees = max(group.trees, int(found["channel"][:9]) + 1)
             if int(found["channel"][:9]) == 0 and len(group.parents) < _MOST_PAIRS:
                 group.parents[int(found["rank"][:9])] = int(found["parent"][:9])
 
-    def _join(self, said: Message, who: Who) -> None:
-        found = _INIT.search(said.text)
+    def _join(self, line: Message, who: Who) -> None:
+        found = _INIT.search(line.text)
         if found is None:
             return
         rank, ranks = int(found["rank"][:9]), int(found["ranks"][:9])
         if rank >= ranks or ranks > _LARGEST_RANK:
             return
         group = self._group(found["id"] or "", ranks)
-        thread = (said.host, said.pid, said.thread)
+        thread = (line.host, line.pid, line.thread)
         early = self._early.pop(thread, None)
         if early is not None:
             self._merge(group, early)
@@ -222,7 +222,7 @@ class LogParser:
                 self._ranks[who] = (ranks, rank)
         if len(group.began) < _LARGEST_RANK:
             group.began.add(rank)
-            group.hosts[rank] = said.host
+            group.hosts[rank] = line.host
         if (found["state"] or "").upper() == "COMPLETE":
             group.complete.add(rank)
 
@@ -250,9 +250,9 @@ class LogParser:
             return Communicator(ranks=ranks)
         return self._communicators.setdefault(key, Communicator(ranks=ranks))
 
-    def _current(self, said: Message, who: Who) -> Communicator:
+    def _current(self, line: Message, who: Who) -> Communicator:
         """The group that a line is about: its thread's, else the latest of its GPU, else one that is named later."""
-        thread = (said.host, said.pid, said.thread)
+        thread = (line.host, line.pid, line.thread)
         group = self._joining.get(thread) or self._joined.get(who)
         if group is not None:
             return group
@@ -293,10 +293,10 @@ class LogParser:
             return set()
         return known.setdefault(name, {}).setdefault(value, set())
 
-    def _keep(self, entry: LogPattern | None, log: str, number: int, said: Message, who: Who) -> None:
-        writer: Any = who if said.level else (log, said.rank)
+    def _keep(self, entry: LogPattern | None, log: str, number: int, line: Message, who: Who) -> None:
+        writer: Any = who if line.level else (log, line.rank)
         # Of unknown ones, those that differ in numbers and addresses only are one.
-        text = entry.id if entry is not None else re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", said.text)[:200]
+        text = entry.id if entry is not None else re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", line.text)[:200]
         kept = self._seen.get((entry, text, writer))
         if kept is not None:
             kept[-1] += 1
@@ -305,27 +305,27 @@ class LogParser:
         if len(self._seen) >= _MOST_PROBLEMS or (entry is None and self._unknown > _MOST_UNKNOWN):
             self._summary.dropped += 1
             return
-        self._seen[(entry, text, writer)] = [log, number, said, who, 1]
+        self._seen[(entry, text, writer)] = [log, number, line, who, 1]
 
     # ---------------------------------------------------------------- in the end
 
     def _problem(self, key: tuple[Any, ...], kept: list[Any]) -> Problem:
-        log, number, said, who, count = kept
-        rank = self._rank(who) if said.level and said.rank is None else said.rank
+        log, number, line, who, count = kept
+        rank = self._rank(who) if line.level and line.rank is None else line.rank
         if rank is None:
-            rank = _rank_in(log, said)
-        evidence = said.whole
+            rank = _rank_in(log, line)
+        evidence = line.whole
         if len(evidence) > EVIDENCE:
             # Torch puts a whole traceback on one line at times: the beginning says it.
             evidence = evidence[:EVIDENCE] + " …"
         return Problem(
             entry=key[0],
             rank=rank,
-            host=said.host,
+            host=line.host,
             log=log,
             line=number,
             evidence=evidence,
-            time=said.time,
+            time=line.time,
             count=count,
         )
 
@@ -344,11 +344,11 @@ class LogParser:
         return f"{who[0]}:{who[1]}" if who[0] else "a process that is not named"
 
 
-def _rank_in(log: str, said: Message) -> int | None:
+def _rank_in(log: str, line: Message) -> int | None:
     """The rank that a line names, or else its file."""
-    if said.rank is None and (named := _FILE_RANK.search(log)):
+    if line.rank is None and (named := _FILE_RANK.search(log)):
         return int(named[1][:9])
-    return said.rank
+    return line.rank
 
 
 def transport(via: str) -> str:

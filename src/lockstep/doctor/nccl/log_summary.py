@@ -22,11 +22,8 @@ class Problem:
     host: str
     """Its machine, where that is known."""
     log: str
-    """The log it stands in."""
     line: int
-    """The number of the line there."""
     evidence: str
-    """The line."""
     time: str = ""
     """The time in the line, where there is one."""
     count: int = 1

@@ -28,7 +28,6 @@ class Message:
     text: str
     """What it says, without the part that names its writer."""
     whole: str
-    """The line."""
     level: str = ""
     """ "INFO", "WARN", …; empty for a line that is not NCCL's own."""
     host: str = ""

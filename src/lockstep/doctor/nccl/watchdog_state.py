@@ -77,12 +77,12 @@ class Waiting:
             started, finished = _number(found["started"]), _number(found["finished"])
             if started is not None and finished is not None and finished > started:
                 finished = None
-            said = Reached(at=_number(found["at"]), started=started, finished=finished)
+            progress = Reached(at=_number(found["at"]), started=started, finished=finished)
             key = (group["group"].strip() if group else "", rank)
             before = self.reached.get(key)
             # The first word counts: what comes later is said while all is taken down.
-            if before is None or (before.at is None and said.at is not None):
-                self.reached[key] = said
+            if before is None or (before.at is None and progress.at is not None):
+                self.reached[key] = progress
 
     def groups(self) -> dict[str, dict[int, Reached]]:
         """How far the ranks of each group have come.

@@ -84,7 +84,7 @@ class Collective:
                     f"in {wrong} of {tensor.numel()} places"
                 )
 
-    def curve(self, sizes: Sequence[int], budget: float, said: Callable[[str], None]) -> Iterator[Point]:
+    def curve(self, sizes: Sequence[int], budget: float, log: Callable[[str], None]) -> Iterator[Point]:
         """Called on: the ranks of the group. An all-reduce of each size, as far as time and memory reach."""
         started = time.monotonic()
         last = 0.0
@@ -94,7 +94,7 @@ class Collective:
             if reason:
                 yield Point(size=size, note=reason)
                 continue
-            said(f"all_reduce of {amount(size)}")
+            log(f"all_reduce of {amount(size)}")
             last = self._time(size)
             yield Point(size=size, seconds=last, rate=size / last * 2 * (self.size - 1) / self.size)
 
@@ -122,11 +122,11 @@ class Collective:
         return bool(self._from_first(topic, 6 * LIMIT))
 
     def _from_first(self, topic: str, patience: float = LIMIT) -> Any:
-        heard = self.channel.receive(topic, patience, of=[self.ranks[0]])
-        if self.ranks[0] not in heard:
+        received = self.channel.receive(topic, patience, of=[self.ranks[0]])
+        if self.ranks[0] not in received:
             self.stuck = True
             raise Stuck(f"rank {self.ranks[0]} was lost")
-        return heard[self.ranks[0]]
+        return received[self.ranks[0]]
 
     def _room(self, size: int) -> bool:
         if self.device.type == "cuda":

@@ -40,7 +40,6 @@ class Map:
     """All pairs."""
 
     title: str
-    """What it shows."""
     rows: tuple[str, ...]
     """The name of each rank."""
     columns: tuple[str, ...]

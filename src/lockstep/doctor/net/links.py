@@ -126,8 +126,8 @@ def measure(line: socket.socket, *, own: int, peer: int, pings: int, target: flo
             value = tcp_probe.rate(line, take=source == peer, target=target)
             if target > 0:
                 found["forth" if source == a else "back"] = value
-        away, here = tcp_probe.sent_again(line)
-        found["lost_forth"], found["lost_back"] = (away, here) if own == a else (here, away)
+        resent, resent_here = tcp_probe.sent_again(line)
+        found["lost_forth"], found["lost_back"] = (resent, resent_here) if own == a else (resent_here, resent)
     except (OSError, EOFError) as error:
         why = f"{SILENT} for {SILENCE:g} s" if isinstance(error, TimeoutError) else str(error)
         line.close()  # without a word, which would wait for what was not taken

@@ -28,7 +28,7 @@ from lockstep.doctor.net.tcp_probe import Listener
 from lockstep.errors import LockstepError, TopologyError
 from lockstep.topology.topology import Topology, discover
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 MOST_PAIRS = 2016
 """Pairs that are all measured: those of 64 ranks. Of more ranks, one on each node stands for the others."""
 
@@ -67,20 +67,20 @@ class NetOptions:
 def examine(
     options: NetOptions,
     *,
-    said: Say | None = None,
+    log: Log | None = None,
     alarm: Callable[[list[Finding]], None] | None = None,
     own_findings: Sequence[Finding] = (),
 ) -> tuple[NetReport | None, int]:
     """Called on: all ranks. Rank 0 gets the report; the others get None. The number is this process's rank."""
     environ = env.snapshot()
     topology = _topology(environ)
-    speak: Say = said if said is not None and topology.rank == 0 else _silent
+    log_on_rank_0: Log = log if log is not None and topology.rank == 0 else _silent
     # On several nodes it is tried which of their interfaces lead to each other.
     listener = Listener(facts.choose(topology, environ).address if topology.num_nodes == 1 else None)
     try:
         own = facts.introduce(topology, environ, listener, script=options.script)
-        channel = StoreChannel.join(topology, own, options.patience, said or _silent, alarm or _unheard)
-        run = _NetRun(channel, topology, options, speak, alarm)
+        channel = StoreChannel.join(topology, own, options.patience, log or _silent, alarm or _unheard)
+        run = _NetRun(channel, topology, options, log_on_rank_0, alarm)
         return run.whole(own, own_findings), topology.rank
     finally:
         listener.close()
@@ -115,13 +115,13 @@ class _NetRun:
         channel: StoreChannel,
         topology: Topology,
         options: NetOptions,
-        said: Say,
+        log: Log,
         alarm: Callable[[list[Finding]], None] | None,
     ) -> None:
         self.channel = channel
         self.topology = topology
         self.options = options
-        self.said = said
+        self.log = log
         self.alarm = alarm
         self.started = time.monotonic()
 
@@ -155,8 +155,8 @@ class _NetRun:
         """Called on: all ranks. Those who have come by the time that rank 0 stops waiting: the same on every rank."""
         self.channel.send("member", own.plain())
         if self.channel.rank == 0:
-            heard = self.channel.receive("member", self.options.patience, said=self.said)
-            self.channel.send("roll", sorted(heard))
+            received = self.channel.receive("member", self.options.patience, log=self.log)
+            self.channel.send("roll", sorted(received))
         else:
             roll = self.channel.receive("roll", self.options.patience + _SLACK, of=[0]).get(0)
             self.channel.require_open()
@@ -171,15 +171,15 @@ class _NetRun:
                     "Start it earlier, or let them wait longer with --patience S."
                 )
             self.channel.lose(set(range(self.channel.world_size)) - set(roll))
-            heard = self.channel.receive("member", _SLACK, of=roll)
+            received = self.channel.receive("member", _SLACK, of=roll)
         self.channel.require_open()
-        return distinguish_hosts({rank: RankInfo.of(plain) for rank, plain in heard.items()})
+        return distinguish_hosts({rank: RankInfo.of(plain) for rank, plain in received.items()})
 
     def _with_findings(self, members: Mapping[int, RankInfo]) -> dict[int, RankInfo]:
         """Called on: rank 0. What the checks of each node have found, told by its first rank before it was met."""
         firsts = [rank for rank, member in members.items() if member.local_rank == 0]
-        told = self.channel.receive("findings", links.CONNECT, of=firsts)
-        return {rank: replace(member, findings=told.get(rank, ())) for rank, member in members.items()}
+        received = self.channel.receive("findings", links.CONNECT, of=firsts)
+        return {rank: replace(member, findings=received.get(rank, ())) for rank, member in members.items()}
 
     def _connect(
         self, own: RankInfo, members: Mapping[int, RankInfo], keep: Container[int]
@@ -188,20 +188,20 @@ class _NetRun:
 
         Rank 0 gets all failures with their reasons, the others only who could not connect to whom.
         """
-        self.said("connecting every rank to every other")
+        self.log("connecting every rank to every other")
         contacts, lines = links.reach(own, members, keep)
         self.channel.send("contacts", [contact.plain() for contact in contacts])
         if self.channel.rank == 0:
             named = self._raise_alarm(members, contacts, set())  # what this rank has seen need not wait for the others
-            heard = self.channel.receive("contacts", 10 * links.CONNECT, said=self.said)
-            contacts = read_all(Contact, heard)
+            received = self.channel.receive("contacts", 10 * links.CONNECT, log=self.log)
+            contacts = read_all(Contact, received)
             ways = [[contact.source, contact.target] for contact in contacts]
-            self.channel.send("connections", {"tried": sorted(heard), "failed": ways})
+            self.channel.send("connections", {"tried": sorted(received), "failed": ways})
             self._raise_alarm(members, contacts, named)
-            return sorted(heard), contacts, lines
-        told = self.channel.receive("connections", 12 * links.CONNECT, of=[0]).get(0, {"tried": [], "failed": []})
-        self.channel.lose(set(members) - set(told["tried"]))
-        return told["tried"], [Contact(source=a, target=b, error="failed") for a, b in told["failed"]], lines
+            return sorted(received), contacts, lines
+        received = self.channel.receive("connections", 12 * links.CONNECT, of=[0]).get(0, {"tried": [], "failed": []})
+        self.channel.lose(set(members) - set(received["tried"]))
+        return received["tried"], [Contact(source=a, target=b, error="failed") for a, b in received["failed"]], lines
 
     def _raise_alarm(
         self, members: Mapping[int, RankInfo], contacts: Sequence[Contact], named: set[frozenset[str]]
@@ -238,7 +238,7 @@ class _NetRun:
                 if link.error and self.alarm is not None:
                     both = NetReport(members=[members[rank] for rank in pair], links=[link])
                     self.alarm(list(quality.broken(both)))
-            self.said(f"pairs: round {number + 1} of {len(order)}")
+            self.log(f"pairs: round {number + 1} of {len(order)}")
         for line in lines.values():
             line.close()
         return found
@@ -249,8 +249,8 @@ class _NetRun:
         self.channel.send("broken lines", own)
         if self.channel.rank != 0:
             return set(own)
-        heard = self.channel.receive("broken lines", 4 * links.SILENCE, said=self.said)
-        return {(a, b) for told in heard.values() for a, b in told}
+        received = self.channel.receive("broken lines", 4 * links.SILENCE, log=self.log)
+        return {(a, b) for pairs in received.values() for a, b in pairs}
 
     def _collective(self, hosts: Mapping[int, str], broken: Set[Pair]) -> tuple[RankResult, list[int], list[Link]]:
         self.channel.barrier("before collectives", 4 * links.SILENCE)
@@ -262,7 +262,7 @@ class _NetRun:
         outcome = RankResult(rank=self.channel.rank, copy=copy)
         if not self.options.rates or self.channel.rank not in group or len(group) < 2:
             return outcome, group, []
-        self.said(f"barrier and all_reduce on {len(group)} ranks")
+        self.log(f"barrier and all_reduce on {len(group)} ranks")
         team = Collective(
             self.channel, group, self.topology.device, self.topology.backend or "gloo", 2 if self.options.quick else 5
         )
@@ -276,7 +276,7 @@ class _NetRun:
                 found = self._device_pairs(team, {rank: hosts[rank] for rank in group})
             sizes = collective.QUICK_SIZES if self.options.quick else collective.SIZES
             left = max(1.0, self.options.budget - (time.monotonic() - self.started))
-            for point in team.curve(sizes, left, self.said):
+            for point in team.curve(sizes, left, self.log):
                 points.append(point)
         except Stuck as error:
             outcome = replace(outcome, error=str(error))
@@ -293,8 +293,8 @@ class _NetRun:
             number = {rank: place for place, rank in enumerate(ranks)}
             between = [(number[a], number[b]) for a, b in broken if a in number and b in number]
             self.channel.send("group", [ranks[place] for place in schedule.together(len(ranks), between)])
-        heard: dict[int, list[int]] = self.channel.receive("group", 4 * links.SILENCE, of=[0])
-        return heard.get(0, [])
+        received: dict[int, list[int]] = self.channel.receive("group", 4 * links.SILENCE, of=[0])
+        return received.get(0, [])
 
     def _device_pairs(self, team: Collective, hosts: Mapping[int, str]) -> list[Link]:
         """Called on: the ranks of the group. Send and receive by pairs, for a third of the time that is left."""
@@ -304,9 +304,9 @@ class _NetRun:
         found = []
         for number, together in enumerate(order):
             if not team.all_go_on(f"device pairs/{number}", time.monotonic() < end):
-                self.said(f"send and receive: {number} of {len(order)} rounds, then the time budget is used up")
+                self.log(f"send and receive: {number} of {len(order)} rounds, then the time budget is used up")
                 break
-            self.said(f"send and receive: round {number + 1} of {len(order)}")
+            self.log(f"send and receive: round {number + 1} of {len(order)}")
             measured = [team.pair(pair, size) for pair in together]
             found += [link for link in measured if link is not None]
         return found
@@ -318,9 +318,9 @@ class _NetRun:
         contacts: Sequence[Contact],
         group: Sequence[int],
     ) -> NetReport:
-        heard = self.channel.receive("last words", 2 * collective.LIMIT, said=self.said)
-        outcomes = {rank: RankResult.of(words["outcome"]) for rank, words in heard.items()}
-        told: list[Link] = read_all(Link, {rank: words["links"] for rank, words in heard.items()})
+        received = self.channel.receive("last words", 2 * collective.LIMIT, log=self.log)
+        outcomes = {rank: RankResult.of(words["outcome"]) for rank, words in received.items()}
+        measured: list[Link] = read_all(Link, {rank: words["links"] for rank, words in received.items()})
         for rank in sorted(set(members) - set(outcomes)):
             outcomes[rank] = RankResult(rank=rank, error="it went away, or hangs, before it could say how it is")
         points = next((outcome.points for outcome in outcomes.values() if outcome.points), ())
@@ -329,7 +329,7 @@ class _NetRun:
             missing=[rank for rank in range(self.channel.world_size) if rank not in members],
             tried=tried,
             contacts=contacts,
-            links=merged(told),
+            links=merged(measured),
             outcomes=[outcomes[rank] for rank in sorted(outcomes)],
             group=group,
             points=[Point.of(point) for point in points],
@@ -347,10 +347,10 @@ def distinguish_hosts(members: dict[int, RankInfo]) -> dict[int, RankInfo]:
     }
 
 
-def merged(told: Sequence[Link]) -> list[Link]:
+def merged(measured: Sequence[Link]) -> list[Link]:
     """One for each pair: what the line gave, and what send and receive on the devices did."""
     by_pair: dict[tuple[int, int], Link] = {}
-    for link in told:
+    for link in measured:
         before = by_pair.get((link.a, link.b))
         if before is not None:
             link = replace(before, device_latency=link.device_latency, device_rate=link.device_rate)

@@ -160,15 +160,15 @@ def _by_machines(
     grouped: dict[frozenset[str], list[Pair]] = defaultdict(list)
     for pair in sorted(found):
         grouped[frozenset(by_rank[rank].host for rank in pair)].append(pair)
-    told: list[tuple[list[str], list[Pair], str]] = []
+    result: list[tuple[list[str], list[Pair], str]] = []
     for host, others in cut_off(set(grouped)):
         pairs = [pair for other in others for pair in grouped.pop(frozenset((host, other)))]
         start = f"{len(pairs)} between {host} and {len(others)} other nodes ({named(others)}); one of them: "
         told.append(([host, *others], pairs, start))
     for hosts, pairs in grouped.items():
         one, *rest = sorted(hosts)
-        told.append(([one, *(rest or [one])], pairs, ""))
-    for machines, pairs, start in told:
+        result.append(([one, *(rest or [one])], pairs, ""))
+    for machines, pairs, start in result:
         a, b = (by_rank[rank] for rank in pairs[0])
         more = 0 if start else 2
         rest_of = "".join(f"; ranks {pair[0]} and {pair[1]}: {found[pair][0]}" for pair in pairs[1 : 1 + more])

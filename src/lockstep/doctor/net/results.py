@@ -28,15 +28,11 @@ class RankInfo(Plain):
     """One rank, as it introduces itself."""
 
     rank: int
-    """Which one."""
     host: str
-    """The name of its machine."""
     machine: str = ""
     """By which its machine is told from others of the same name."""
     node: int = 0
-    """The number of its machine."""
     local_rank: int = 0
-    """Its number there."""
     device: str = "cpu"
     """Where it computes."""
     device_name: str = ""
@@ -89,9 +85,7 @@ class Contact(Plain):
     target: int
     """To whom."""
     error: str
-    """Why it failed."""
     seconds: float = 0.0
-    """How long it took."""
     through: str = ""
     """The interface by which it left."""
     instead: str = ""
@@ -147,7 +141,6 @@ class RankResult(Plain):
     """What one rank says in the end."""
 
     rank: int
-    """Which one."""
     error: str = ""
     """Why it is not well; empty when it is."""
     checked: bool = False
@@ -163,9 +156,7 @@ class NetReport(Plain):
     """All of it."""
 
     members: Sequence[RankInfo]
-    """Who was there."""
     missing: Sequence[int] = ()
-    """Who was not."""
     tried: Sequence[int] = ()
     """Ranks that have tried to connect to each other one."""
     contacts: Sequence[Contact] = ()
@@ -177,4 +168,3 @@ class NetReport(Plain):
     group: Sequence[int] = ()
     """The ranks that could all talk to each other, on which the collectives ran."""
     points: Sequence[Point] = ()
-    """The all-reduce curve."""

@@ -55,7 +55,7 @@ class StoreChannel:
         topology: Topology,
         own: RankInfo,
         patience: float,
-        said: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
         alarm: Callable[[list[Finding]], None] = lambda findings: None,
     ) -> StoreChannel:
         """Called on: all ranks. Open the store of the job; whoever else is there or not does not matter yet."""
@@ -66,7 +66,7 @@ class StoreChannel:
             _require_free(topology.main_port)
         else:
             deadline = time.monotonic() + patience
-            reason = store_reachability.wait_for(own, topology.main_address, topology.main_port, deadline, said, alarm)
+            reason = store_reachability.wait_for(own, topology.main_address, topology.main_port, deadline, log, alarm)
             if reason:
                 raise _no_way(topology, reason)
         try:
@@ -102,21 +102,21 @@ class StoreChannel:
         patience: float,
         *,
         of: Sequence[int] | None = None,
-        said: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
     ) -> dict[int, Any]:
         """What each rank has told under a topic, those that do not within ``patience`` seconds left out."""
         asked = [rank for rank in (range(self.world_size) if of is None else of) if rank not in self._lost]
-        late = self._wait(topic, asked, patience, said)
+        late = self._wait(topic, asked, patience, log)
         self._lost |= late
         here = [rank for rank in asked if rank not in late]
         try:
-            told = [self._signed.peek(f"{topic}/{rank}", _read_value) for rank in here]
+            received = [self._signed.peek(f"{topic}/{rank}", _read_value) for rank in here]
         except (dist.DistStoreError, dist.DistNetworkError, RuntimeError):
             self.closed = True
             return {}
-        return {rank: value[0] for rank, value in zip(here, told, strict=True) if value is not None}
+        return {rank: value[0] for rank, value in zip(here, received, strict=True) if value is not None}
 
-    def _wait(self, topic: str, asked: Sequence[int], patience: float, said: Callable[[str], None]) -> set[int]:
+    def _wait(self, topic: str, asked: Sequence[int], patience: float, log: Callable[[str], None]) -> set[int]:
         """Wait until all of them have told; those that have not in time."""
         started = time.monotonic()
         next_word = started + SLICE
@@ -130,7 +130,7 @@ class StoreChannel:
                 if over:
                     return late
                 if late:
-                    said(f"waiting for {name_ranks(late, _FEW)}")
+                    log(f"waiting for {name_ranks(late, _FEW)}")
                 next_word = now + SLICE
             time.sleep(pause)
             pause = min(_LONGEST, pause * 1.5)
@@ -190,6 +190,6 @@ def _no_way(topology: Topology, reason: str) -> TopologyError:
     )
 
 
-def read_all(kind: Any, told: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Any]:
+def read_all(kind: Any, received: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Any]:
     """The values of one kind that all ranks have told, in the order of the ranks."""
-    return [kind.of(plain) for rank in sorted(told) for plain in told[rank]]
+    return [kind.of(plain) for rank in sorted(received) for plain in received[rank]]

@@ -22,20 +22,20 @@ def wait_for(
     address: str,
     port: int,
     deadline: float,
-    said: Callable[[str], None],
+    log: Callable[[str], None],
     alarm: Callable[[list[Finding]], None],
 ) -> str:
     """Wait until the store's address answers; why it does not, when it has not by the deadline. Alarms once."""
     started = time.monotonic()
-    told = False
+    logged = False
     while reason := knock(address, port, ONE_TRY):
         now = time.monotonic()
         if now >= deadline:
             return reason
-        if not told and (reason != REFUSED or now - started >= EARLY):
+        if not logged and (reason != REFUSED or now - started >= EARLY):
             alarm([obstacle(own, address, port, reason)])
-            told = True
-        said(f"waiting for the store at {address} port {port}: {reason}")
+            logged = True
+        log(f"waiting for the store at {address} port {port}: {reason}")
         time.sleep(min(_PAUSE, max(0.0, deadline - now)))
     return ""
 

@@ -61,8 +61,8 @@ class Listener:
         with contextlib.suppress(OSError, EOFError, struct.error), line:
             line.settimeout(10.0)  # a stranger that connects and says nothing
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            meant, _ = _HELLO.unpack(_exactly(line, _HELLO.size))
-            if meant != self.token.encode()[:8]:
+            token, _ = _HELLO.unpack(_exactly(line, _HELLO.size))
+            if token != self.token.encode()[:8]:
                 return
             line.sendall(self.token.encode())
             line.settimeout(IDLE)
@@ -168,10 +168,10 @@ def sent_again(line: socket.socket) -> tuple[float, float]:
 def _sent_again(line: socket.socket) -> float:
     if not _SENT:
         return 0.0
-    told = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT + 4)
-    if len(told) < _SENT + 4:
+    info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT + 4)
+    if len(info) < _SENT + 4:
         return 0.0  # a kernel that does not count what was sent
-    again, sent = (struct.unpack_from("=I", told, place)[0] for place in (_SENT_AGAIN, _SENT))
+    again, sent = (struct.unpack_from("=I", info, place)[0] for place in (_SENT_AGAIN, _SENT))
     return again / sent if sent else 0.0
 
 

@@ -106,11 +106,11 @@ def _node(environ: Mapping[str, str], rank: int, size: int, local_rank: int, loc
     if local_size >= size:
         return 0, 1, ""
     num_nodes = -(-size // local_size)
-    told = variables.number(environ, "OMPI_MCA_orte_num_nodes")
+    value = variables.number(environ, "OMPI_MCA_orte_num_nodes")
     # Preferred where it can be true (a process for each machine): when the machines have unequal numbers of processes,
     # the division above gives each machine another answer.
-    if told is not None and 2 <= told <= size - local_size + 1:
-        num_nodes = told
+    if value is not None and 2 <= value <= size - local_size + 1:
+        num_nodes = value
     in_turn = rank - local_rank * num_nodes
     by_machine, rest = divmod(rank - local_rank, local_size)
     if rest != 0:

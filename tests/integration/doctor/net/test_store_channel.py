@@ -44,7 +44,7 @@ def test_those_that_never_come_are_waited_for_once() -> None:
 
     def work(meeting: StoreChannel) -> Any:
         meeting.send("who", meeting.rank)
-        heard = meeting.receive("who", 1.3, said=words.append)
+        heard = meeting.receive("who", 1.3, log=words.append)
         started = time.monotonic()
         meeting.barrier("later", 30)
         return sorted(heard), meeting.missing, time.monotonic() - started < 10
