@@ -341,8 +341,8 @@ def _show(plan: Any) -> str:
     chosen = {name: found for name, found in plan.options.items() if found.value is not None}
     width = max((len(name) for name in plan.options), default=0)
     lines.append("Options, and the source of each:")
-    lines += [f"  {name:<{width}}  {found.value}  ({found.source})" for name, found in said.items()]
-    rest = ", ".join(name for name in plan.options if name not in said)
+    lines += [f"  {name:<{width}}  {found.value}  ({found.source})" for name, found in chosen.items()]
+    rest = ", ".join(name for name in plan.options if name not in chosen)
     lines.append(f"  default: {rest}")
     lines += [f"Note: {note}" for note in plan.notes]
     return "\n".join(lines)

@@ -223,7 +223,7 @@ def _programs(program: str, host: str, mpirun: str | None, own_version: str) -> 
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-def _pairs(program: str, hosts: Sequence[MpiHost], reached: Sequence[MpiHost], said: Say) -> Iterator[Finding]:
+def _pairs(program: str, hosts: Sequence[MpiHost], reached: Sequence[MpiHost], log: Log) -> Iterator[Finding]:
     """From every node that can be reached to every other."""
     # A loopback name means another node on each: there is no way there from elsewhere.
     known = [to.name for to in hosts if to.name != "localhost" and not interfaces.is_loopback(to.name)]

@@ -112,7 +112,7 @@ def covering(name: str, places: Collection[str]) -> Any:
 def _check_ties(model: nn.Module, places: Mapping[str, Any]) -> None:
     for names in tied_names(model.state_dict(keep_vars=True)):
         if len({places[covering(name, places)] for name in names}) > 1:
-            told = ", ".join(f"{name} on {places[covering(name, places)]}" for name in names)
+            listed = ", ".join(f"{name} on {places[covering(name, places)]}" for name in names)
             raise ConfigError(
                 f"device_map puts one tensor that the model uses under several names on several places: {listed}."
             )

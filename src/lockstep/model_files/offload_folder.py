@@ -152,11 +152,11 @@ class OffloadFolder:
 
     def _failed(self, error: OSError) -> CheckpointError:
         where, reason = self.folder, error.strerror or str(error)
-        told = f"Weights cannot be offloaded to {where}: {reason}. Its index is as it was."
+        text = f"Weights cannot be offloaded to {where}: {reason}. Its index is as it was."
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             with suppress(OSError):
-                told += f" {shutil.disk_usage(where).free} bytes are free there."
-        return CheckpointError(f"{told} Give a folder that can be written to and has room for them.")
+                text += f" {shutil.disk_usage(where).free} bytes are free there."
+        return CheckpointError(f"{text} Give a folder that can be written to and has room for them.")
 
 
 def describe(value: Tensor) -> dict[str, Any]:

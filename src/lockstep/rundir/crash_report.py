@@ -201,8 +201,8 @@ def _causes(value: BaseException | None) -> tuple[str, ...]:
     with suppress(Exception):
         for error in list(walk_chain(value))[1:]:
             line = line_of(error)
-            said = first_line(message_of(error))
-            text = f"{type(error).__name__}{f' at {line}' if line else ''}{f': {said}' if said else ''}"
+            message = first_line(message_of(error))
+            text = f"{type(error).__name__}{f' at {line}' if line else ''}{f': {message}' if message else ''}"
             found.append(_cut(text if len(text) <= 300 else f"{text[:297]}...", 400))
     return (*found[:_CAUSES], *([f"{len(found) - _CAUSES} more"] if len(found) > _CAUSES else []))
 

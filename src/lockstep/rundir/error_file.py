@@ -37,17 +37,17 @@ def write(message: str, callstack: str, *, follows: bool = False) -> None:
         json.dump({"message": {"message": message, "extraInfo": about}}, file)
 
 
-def _callstack(said: crash_report.CrashReport, value: BaseException, trace: TracebackType | None) -> str:
+def _callstack(report: crash_report.CrashReport, value: BaseException, trace: TracebackType | None) -> str:
     """What torchrun's last block shows: the user's own frames and what is known; of a consequence, a line or two."""
-    advice = crash_report.Advice(lead=said.lead, details=said.details, cause=said.cause, fix=said.fix)
-    if said.follows:
-        return f"{said.kind}: {first_line(said.message)}\n{advice}".rstrip()
+    advice = crash_report.Advice(lead=report.lead, details=report.details, cause=report.cause, fix=report.fix)
+    if report.follows:
+        return f"{report.kind}: {first_line(report.message)}\n{advice}".rstrip()
     with suppress(ConfigError):
         if read_traceback(env.snapshot()) == "full":
-            return said.traceback.rstrip()
+            return report.traceback.rstrip()
     text = crash_report.format_traceback(type(value), value, trace, short=True).rstrip()
-    told = "Likely cause: " in said.message or "Fix: " in said.message
-    lines = str(advice) if not told else said.lead if said.lead not in said.message else ""
+    explained = "Likely cause: " in report.message or "Fix: " in report.message
+    lines = str(advice) if not explained else report.lead if report.lead not in report.message else ""
     return f"{text}\n{lines}".rstrip()
 
 
@@ -89,8 +89,8 @@ class ErrorFile:
 
     def _on_exception(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if self._rank is not None:
-            said = crash_report.of_this_process(kind, value, trace)
-            write(f"{said.kind}: {said.message}", _callstack(said, value, trace), follows=said.follows)
+            report = crash_report.of_this_process(kind, value, trace)
+            write(f"{report.kind}: {report.message}", _callstack(report, value, trace), follows=report.follows)
         self._hook(kind, value, trace)
 
     def _on_exit(self, status: Any = None, /) -> NoReturn:

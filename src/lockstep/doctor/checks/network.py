@@ -65,7 +65,7 @@ def _one(
     if right is None or choice.interface == right.name or context.machines == 1:
         other = right is not None and right.leads_out and choice.interface != right.name
         rest = f"; {right.name} leads to other nodes" if other and right is not None else ""
-        return Finding(check=check, status="ok", what=said + rest, data=data)
+        return Finding(check=check, status="ok", what=summary + rest, data=data)
     chosen_one = next((each for each in present if each.name == choice.interface), None)
     unusable = chosen_one is None or chosen_one.is_loopback or not chosen_one.leads_out
     why = "the route to the main address goes by it" if by_route else "it is the fastest that leads out"

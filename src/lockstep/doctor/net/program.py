@@ -134,7 +134,7 @@ class _NetRun:
         self.started = time.monotonic()
         hosts = {rank: member.host for rank, member in members.items()}
         count = len(set(hosts.values()))
-        self.said(f"{len(members)} of {self.channel.world_size} ranks on {count} node{'s' if count > 1 else ''}")
+        self.log(f"{len(members)} of {self.channel.world_size} ranks on {count} node{'s' if count > 1 else ''}")
         pairs = schedule.fewer(hosts, list(combinations(sorted(hosts), 2)), MOST_PAIRS)
         peers = {rank for pair in pairs if own.rank in pair for rank in pair}
         tried, contacts, lines = self._connect(own, members, peers)

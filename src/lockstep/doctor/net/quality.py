@@ -164,7 +164,7 @@ def _by_machines(
     for host, others in cut_off(set(grouped)):
         pairs = [pair for other in others for pair in grouped.pop(frozenset((host, other)))]
         start = f"{len(pairs)} between {host} and {len(others)} other nodes ({named(others)}); one of them: "
-        told.append(([host, *others], pairs, start))
+        result.append(([host, *others], pairs, start))
     for hosts, pairs in grouped.items():
         one, *rest = sorted(hosts)
         result.append(([one, *(rest or [one])], pairs, ""))
