@@ -103,8 +103,8 @@ class Outline:
     def _tensor(self, value: Tensor) -> Tensor:
         if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
             raise UnfitError("an unusual tensor")
-        storage = value.untyped_storage()
-        start, size = offset_in_file(storage), storage.nbytes()
+        memory = value.untyped_storage()
+        start, size = offset_in_file(memory), memory.nbytes()
         if start is None or self._archive is None or not self._archive.holds(start, size):
             raise UnfitError("a tensor whose bytes are not in the file, or not to be found")
         storage = self._storages.get(start)
