@@ -284,6 +284,6 @@ def test_device_maps() -> None:
 
 def test_a_name_of_a_later_release_says_so() -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(AttributeError, match=r"init_trackers is known from Accelerate.*does not have it yet"):
-        _ = accelerator.init_trackers
+    with pytest.raises(AttributeError, match=r"lomo_backward is known from Accelerate.*does not have it yet"):
+        _ = accelerator.lomo_backward
     assert not hasattr(accelerator, "no_such_thing")
