@@ -103,5 +103,5 @@ def test_a_node_whose_launcher_ends_in_good_order_is_not_lost(two_machines: Mach
     (code_0, _, err_0), (code_1, _, err_1) = finish(started, two_machines)
     assert code_0
     assert code_1
-    assert "Rank 0 on node0" in err_0, err_0
+    assert "Rank 0 on node 0 (node0)" in err_0, err_0
     assert "is lost" not in err_0 + err_1, err_0 + err_1

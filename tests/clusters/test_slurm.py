@@ -72,7 +72,7 @@ def test_a_failing_rank_fails_the_job_on_all_nodes(slurm: Slurm, job: Training, 
     assert state == "FAILED"
     assert code != 0
     job.check("node0", "node1")
-    assert "Rank 1 on node1" in printed
+    assert "Rank 1 on node 1 (node1)" in printed
 
 
 @pytest.mark.soak

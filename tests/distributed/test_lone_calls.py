@@ -25,6 +25,7 @@ NEED_ALL = {
     },
     "lockstep": {
         *("find_executable_batch_size", "load_checkpoint_in_model", "synchronize_rng_states"),
+        *("load_checkpoint_and_dispatch",),  # with broadcast_from_rank0
         *("debug_launcher", "notebook_launcher"),  # start jobs
     },
     "utils": {
@@ -34,6 +35,13 @@ NEED_ALL = {
         *("estimate_memory", "write_basic_config"),  # for a terminal: not of a job
     },
 }
+
+
+OF_THIS_PROCESS = (
+    *("lockstep.config.", "lockstep.host.", "lockstep.topology.", "lockstep.offload."),
+    *("lockstep.model_files.device_map", "lockstep.comm.tree_helpers", "lockstep.training.model_kinds"),
+)
+"""Modules that have no way to other ranks: what they look at is this process, a model, a structure of tensors."""
 
 
 class Parts:
@@ -73,6 +81,9 @@ def of_accelerator(parts: Parts) -> dict[str, Callable[[], Any]]:
         "clip_grad_value_": lambda: a.clip_grad_value_(weights, 1.0),
         "free_memory": lambda: a.free_memory(nn.Linear(1, 1)) and None,
         "get_state_dict": lambda: a.get_state_dict(model),
+        "get_tracker": lambda: a.get_tracker("jsonl"),
+        "init_trackers": lambda: a.init_trackers("alone"),
+        "log": lambda: a.log({"loss": 1.0}, step=1),
         "no_sync": lambda: region(a.no_sync(model)),
         **{name: lambda name=name: getattr(a, name)(lambda: 1)() for name in ("on_last_process", "on_main_process")},
         "on_local_main_process": lambda: a.on_local_main_process(lambda: 1)(),
@@ -135,7 +146,8 @@ def of_modules(parts: Parts) -> dict[str, dict[str, Callable[[], Any]]]:
 
 
 def functions(owner: Any, names: list[str]) -> set[str]:
-    return {name for name in names if inspect.isroutine(getattr(owner, name))}
+    found = {name: getattr(owner, name) for name in names if inspect.isroutine(getattr(owner, name))}
+    return {name for name, value in found.items() if not value.__module__.startswith(OF_THIS_PROCESS)}
 
 
 def main_calls_all() -> tuple[dict[str, set[str]], dict[str, set[str]], float]:

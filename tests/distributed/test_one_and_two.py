@@ -33,6 +33,9 @@ NOT_COMPARED = {
     "wait_for_checkpoint": "gives nothing",
     "wait_for_everyone": "gives nothing",
     "end_training": "leaves the job",
+    **dict.fromkeys(
+        ("get_tracker", "init_trackers", "log"), "the main process alone; tests/distributed/test_tracking_ranks.py"
+    ),
     "register_load_state_pre_hook": "gives a handle; when hooks run is tested with load_state",
     "register_save_state_pre_hook": "gives a handle; when hooks run is tested with save_state",
     "join_uneven_inputs": "for ranks that end apart, of which one process has none",

@@ -76,7 +76,7 @@ def test_told_to_go_it_saves_and_goes_on_later(
     process.send_signal(number)
     code, out, err = end(process)
     assert code == SAVED, out + err
-    assert "the ranks have saved their state and ended" in err
+    assert "the ranks have saved their state and exited" in err
     assert "failed" not in err
     assert not (tmp_path / "result.json").exists()
     code, out, err = end(start(tmp_path, 2))
@@ -98,7 +98,7 @@ def test_one_rank_that_is_told_takes_all_with_it(tmp_path: Path, left_alone: dic
     os.kill(ranks[0], signal.SIGUSR1)
     code, out, err = end(process)
     assert code == SAVED, out + err
-    assert "the ranks have saved their state and ended" in err
+    assert "the ranks have saved their state and exited" in err
     if resumed:
         code, out, err = end(start(tmp_path, 2))
         assert result(tmp_path) == left_alone

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from lockstep import disk_offload, init_empty_weights, load_checkpoint_and_dispatch
 from lockstep.utils import infer_auto_device_map
 from lockstep.utils.modeling import find_tied_parameters, get_state_dict_offloaded_model
+
+transformers = pytest.importorskip("transformers")  # an extra of the benchmarks
 
 SMALL: dict[str, Any] = {"vocab_size": 100, "bos_token_id": 0, "eos_token_id": 1}
 MODELS: dict[str, Callable[[], Any]] = {

@@ -202,7 +202,7 @@ def _versions() -> Iterator[tuple[str, Fact]]:
     from lockstep import __version__
 
     yield "lockstep", Fact(value=__version__)
-    for name in ("torch", "numpy", "safetensors"):
+    for name in ("torch", "numpy"):
         # From the installed packages' own records: a package that cannot be imported still has a version.
         yield name, _attempt(lambda name=name: metadata.version(name))  # type: ignore[misc]
     yield "python", Fact(value=platform.python_version(), reason=platform.python_implementation())

@@ -89,7 +89,7 @@ class Iteration:
         """The batches, on their device. Nothing is done before the first of them is drawn."""
         loader, epoch, group = self.loader, self.epoch, self.loader._group
         if loader._synchronize is not None:
-            loader._synchronize(loader_state.shared_generator(loader.inner))
+            loader._synchronize(loader._group, loader_state.shared_generator(loader.inner))
         inner, shard = loader.borrow()
         self._begin(inner, shard)
         audit = self._audit(inner, shard)

@@ -62,7 +62,7 @@ class PreparedDataLoader(DataLoader[Any]):
         non_blocking: bool,
         dispatched: bool,
         current_batch: CurrentBatch,
-        synchronize: Callable[[torch.Generator | None], None] | None,
+        synchronize: Callable[[Group, torch.Generator | None], None] | None,
         name: str = "",
         after_batch: Callable[[], None] | None = None,
     ) -> None:

@@ -30,7 +30,7 @@ def prepare_loader(
     *,
     device: torch.device | None = None,
     current_batch: CurrentBatch | None = None,
-    synchronize: Callable[[torch.Generator | None], None] | None = None,
+    synchronize: Callable[[Group, torch.Generator | None], None] | None = None,
     own_generator: bool = False,
     pad_empty_ranks_only: bool = False,
     name: str = "",

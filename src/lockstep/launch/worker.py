@@ -43,7 +43,7 @@ def main() -> None:
     environ = env.snapshot()
     launcher = environ.get(leftovers.LAUNCHER, "")
     die_with_parent(int(launcher) if launcher.isdecimal() else os.getppid())
-    directory = environ.get(constants.VARIABLE)
+    directory, own_pid = environ.get(constants.VARIABLE), os.getpid()
     _write_stack_on_crash(_write_stacks_on_signal(directory, environ) if directory else None)
     leftovers.use_folder(environ.get(leftovers.VARIABLE, ""))
     _print_without_us()
@@ -55,7 +55,9 @@ def main() -> None:
             _run_script(script)
     except BaseException as error:
         # Here, and not in an excepthook: the script may have replaced that, and Python calls none for SystemExit.
-        if directory and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+        # A child that the script has forked prints its own errors: it is not the rank that fails.
+        failed = os.getpid() == own_pid and not (isinstance(error, SystemExit) and error.code in (None, 0))
+        if directory and failed:
             _report(error, directory, environ)
         raise
 

@@ -169,9 +169,10 @@ _buffers = threading.local()
 
 def _buffer(size: int) -> memoryview:
     """Memory to read into, the same for each chunk that a thread hashes: new memory costs more than reading does."""
-    if len(getattr(_buffers, "data", b"")) < size:
-        _buffers.data = bytearray(size)
-    return memoryview(_buffers.data)[:size]
+    data = getattr(_buffers, "data", b"")
+    if len(data) < size:
+        data = _buffers.data = bytearray(size)
+    return memoryview(data)[:size]
 
 
 def hash_chunk(descriptor: int, number: int, chunk: int = CHUNK) -> str:

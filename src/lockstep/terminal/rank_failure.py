@@ -21,7 +21,9 @@ def headline(report: CrashReport, ranks: Sequence[int] = ()) -> str:
     """The first line: which rank, which line of the script, what."""
     site = report.line.removesuffix(" in <module>")
     if report.lead:
-        known = not site or site.partition(" in ")[0] in report.lead or report.kind in _ABOUT_OTHERS
+        # The line is where this rank stopped: it says nothing of a rank that is named as the cause.
+        of_another = report.lead.startswith("Rank") and not report.lead.startswith(f"Rank {report.rank} ")
+        known = not site or site.partition(" in ")[0] in report.lead or report.kind in _ABOUT_OTHERS or of_another
         return report.lead if known else f"{report.lead.rstrip('.')}, at {site}."
     who = name_ranks(ranks or (report.rank,), _RANGES)
     who = f"{who[:1].upper()}{who[1:]}"

@@ -25,6 +25,7 @@ from lockstep.data.prepare import prepare_loader
 from lockstep.errors import UsageError
 from lockstep.optim.optimizer import PreparedOptimizer
 from lockstep.optim.scheduler import PreparedScheduler
+from lockstep.process_group.group import Group
 from lockstep.strategies.unwrap import inner_model
 from lockstep.training import announce, unwrap
 from lockstep.training.compiling import compile_model
@@ -187,7 +188,7 @@ class Preparer:
             options,
             device=state.topology.device if place else None,
             current_batch=state.current_batch,
-            synchronize=self._synchronize_loader,
+            synchronize=functools.partial(_synchronize, self._settings.rng_types, state.topology.device),
             own_generator=RNGType.GENERATOR in self._settings.rng_types,
             pad_empty_ranks_only=self._settings.reproducible,
             name=self._name_loader(sys._getframe()) if state.topology.world_size > 1 else "",
@@ -218,6 +219,10 @@ class Preparer:
         lines = hashlib.blake2b(sites.spell_path(frame).encode(), digest_size=16).hexdigest()
         return f"{lines}/{self._state.group.ordinal(lines)}"
 
-    def _synchronize_loader(self, generator: torch.Generator | None) -> None:
-        wanted = [kind for kind in self._settings.rng_types if kind.value != "generator" or generator is not None]
-        rng.synchronize(self._state.group, self._state.topology.device, wanted, generator)
+
+def _synchronize(
+    kinds: Sequence[RNGType], device: torch.device, group: Group, generator: torch.Generator | None
+) -> None:
+    """Called on: all ranks. At the start of an iteration; knows nothing that cannot be pickled with its loader."""
+    wanted = [kind for kind in kinds if kind is not RNGType.GENERATOR or generator is not None]
+    rng.synchronize(group, device, wanted, generator)

@@ -29,6 +29,7 @@ from lockstep.offload.tied_parameters import (
     retie_parameters,
 )
 from lockstep.topology.memory import get_max_memory
+from lockstep.training.model_kinds import is_peft_model
 
 __all__ = [
     "align_module_device",
@@ -51,6 +52,7 @@ __all__ = [
     "has_offloaded_params",
     "id_tensor_storage",
     "infer_auto_device_map",
+    "is_peft_model",
     "load_checkpoint_in_model",
     "load_offloaded_weights",
     "named_module_tensors",

@@ -20,6 +20,7 @@ from lockstep.doctor.net import findings, html
 from lockstep.launch import failure_report
 from lockstep.optim import run_summary_file
 from lockstep.optim.run_summary import RunSummary
+from lockstep.terminal.failure_box import plain
 from lockstep.traces.html import write_page
 from lockstep.traces.read_trace import open_run
 from tests.browser import BROWSER, WHY_NOT, Page
@@ -72,10 +73,13 @@ def test_an_error_that_names_the_run(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_a_failure_report(tmp_path: Path) -> None:
-    one = words(0, host=ESCAPE, message=ESCAPE, traceback=f"T {ESCAPE}\n", line=ESCAPE, advice=ESCAPE, kind=ESCAPE)
+    one = words(
+        0, host=ESCAPE, message=ESCAPE, traceback=f"T {ESCAPE}\n", line=ESCAPE, cause=ESCAPE, fix=ESCAPE, kind=ESCAPE
+    )
     errors = {0: f"\x1b[31mError: red\x1b[0m {ESCAPE.strip()}\n".encode()}
     for said in ([one], []):
-        text, _ = failure_report.render_report([ended(0, 1), ended(1, 1)], said, logs=tmp_path, last_errors=errors)
+        found = failure_report.render_report([ended(0, 1), ended(1, 1)], said, logs=tmp_path, last_errors=errors)
+        text = plain(found.box)
         assert not _ACTS.search(text)
         assert not _ACTS.search(failure_report.one_line([ended(0, 1)], said))
     assert "Error: red \\x1b]0;owned" in text

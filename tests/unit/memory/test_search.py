@@ -79,7 +79,7 @@ def test_a_trial_ends_after_two_updates() -> None:
 def test_the_report_names_what_is_large() -> None:
     state = make_state(nn.Linear(512, 512))
     train(state, torch.ones(4, 512))
-    text = report(out_of_memory(), session_of(state))
+    text = str(report(out_of_memory(), session_of(state)))
     assert "Out of memory on rank 0 (cpu)" in text or "Out of memory on rank 0 (host)" in text
     assert "Linear (weights 1.0 MiB" in text
     assert "tried to allocate 1.0 GiB" in text
