@@ -47,7 +47,7 @@ def test_machines_that_differ_are_stopped_and_told(two_machines: Machines, scena
     for part in parts:
         assert part in told, f"{part!r} is not in\n{err_0}"
     assert "lockstep guard" not in err_1, err_1  # one box for the job
-    assert "In full on machine 0" in err_1, err_1
+    assert "In full on the screen of node 0" in err_1, err_1
     for machine in two_machines:
         kept = json.loads((machine.scratch / "run-29711" / "diagnosis.json").read_text())
         assert kept["certain"], kept

@@ -32,7 +32,8 @@ is_rich_available skip_first_batches synchronize_rng_states tqdm
 OPERATIONS = """
 CannotPadNestedTensorWarning DistributedOperationException broadcast broadcast_object_list
 concatenate convert_outputs_to_fp32 convert_to_fp32
-find_batch_size gather gather_object pad_across_processes recursively_apply reduce send_to_device slice_tensors
+find_batch_size find_device gather gather_object honor_type ignorant_find_batch_size is_namedtuple is_torch_tensor
+listify pad_across_processes recursively_apply reduce send_to_device slice_tensors
 """.split()  # noqa: SIM905
 
 

@@ -63,7 +63,7 @@ def test_without_a_terminal_there_are_lines_alone(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "found 45\n"
     assert [line.partition(": ")[2] for line in done.stderr.splitlines()] == [
-        "batch size 64 does not fit: rank 0 ran out of memory; trying 32",
+        "batch size 64 does not fit: rank 0 ran out of memory; trying 32 [LS3008]",
         "batch size 32 fits; trial 1 of at most 8: 45",
         "batch size 45 fits; trial 2 of at most 8: 51",
         "batch size 51 does not fit: rank 0 ran out of memory",
